@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """GRPO (Group Relative Policy Optimization) in one file, to be read from the top and then run.
 
-    python grpo.py                   a model learns to write answer tags, in about a minute on a CPU
-    python grpo.py --clip-eps 10     the same with the clipped policy ratio; rollouts are used twice
+    python grpo.py                   a model learns to write answer tags, in a minute on a CPU
+    python grpo.py --clip-eps 10     the same with a clipped policy ratio; rollouts are used twice
     python grpo.py --kl-coef 0.02    the same, held near the model that it started from
 
 One training step, in the order of this file:
@@ -11,25 +11,27 @@ One training step, in the order of this file:
     2. rewards.score     a program gives each completion a number
     3. group_advantages  how much better than its group is each completion?
     4. token_logps       the log-probability of every sampled token under the policy
-    5. policy_loss       makes the better ones likelier, the worse ones less; kl_loss: stay near home
+    5. policy_loss       makes the better ones likelier and the worse less; kl_loss stays near home
     6. train             backward, clip the gradient norm, AdamW; then sample again
 
-Departures from the two books (see the README, "Where the sources and the arithmetic part ways"):
+Departures from the two books (README: "Where the sources and the arithmetic part ways"):
 
-  - The clip is PPO's min(r A, clip(r) A), on both sides. The second book's code clips above only.
-  - A clipped run takes two steps on each rollout (--inner-epochs; the first book's reuse); the second
-    book draws a new group from the frozen policy. Used once, the ratio is 1 and nothing is clipped.
-  - Scoring uses the temperature that sampled. The second book samples at 0.8 and scores at 1.
+  - The clip is PPO's min(r A, clip(r) A), on both sides; the second book's code clips above only.
+  - With a clip a rollout is used twice, as in the first book (used once, the ratio is 1 and nothing
+    is clipped); the second book draws another group from the frozen policy instead.
+  - Scoring uses the temperature that sampled; the second book samples at 0.8 and scores at 1.
   - A step with nothing to compare is skipped: under Adam, momentum alone would move the weights.
   - The KL term is k3. The second book's, --kl k1, has a gradient without the reference in it.
-  - Weights are float32, bf16 only as autocast on CUDA: bf16 weights round most 1e-5 steps away.
+  - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
 """
 
 import argparse
 import contextlib
 import copy
 import json
+import logging
 import math
+import platform
 import random
 import shutil
 import signal
@@ -38,48 +40,48 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-import huggingface_hub
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rewards
 
 # Shapes: P prompts, G completions each, B = P*G rows (prompt 0's G rows first), L prompt tokens,
 # T completion tokens, V vocabulary.
 
-# ==== 1. Sample: a group of completions for each prompt, each ending at its first EOS =============
+# ==== 1. Sample: a group of completions for each prompt, each ending at its first EOS ===========
 
 
 @dataclass
 class Rollout:
     """What the policy wrote, as token ids. The texts are for rewards and never encoded again."""
 
-    input_ids: torch.Tensor  # (B, L+T) prompts padded on the left, completions on the right
-    attention_mask: torch.Tensor  # (B, L+T) 1 for real tokens
-    mask: torch.Tensor  # (B, T) bool: completion tokens up to and including the first EOS
+    input_ids: Tensor  # (B, L+T) prompts padded on the left, completions on the right
+    attention_mask: Tensor  # (B, L+T) 1 for real tokens
+    mask: Tensor  # (B, T) bool: completion tokens up to and including the first EOS
     texts: list[str]  # B completions, without the EOS
-    truncated: torch.Tensor  # (B,) bool: stopped by max_new_tokens, not by an EOS
+    truncated: Tensor  # (B,) bool: stopped by max_new_tokens, not by an EOS
 
 
-def completion_mask(completion_ids: torch.Tensor, eos_ids) -> torch.Tensor:
+def completion_mask(completion_ids: Tensor, eos_ids) -> Tensor:
     """True up to and including the first EOS, all True where there is none: (B, T) bool.
 
-    eos_ids: an int or a collection of ints. It goes by EOS, not by padding, so that the real EOS is
-    trained even where the pad token is the EOS. (First book: the completion mask.)
+    eos_ids: an int or a collection of ints. It goes by EOS, not by padding, so that the real EOS
+    is trained even where the pad token is the EOS. (First book: the completion mask.)
     """
     eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_ids))
     return is_eos.cumsum(1) - is_eos.long() == 0  # no EOS strictly before this position
 
 
-def pad(rows: list[list[int]], pad_id: int, side: str, device) -> tuple[torch.Tensor, torch.Tensor]:
+def pad(rows: list[list[int]], pad_id: int, side: str, device) -> tuple[Tensor, Tensor]:
     """Rows of ids -> (ids, attention mask), both (len(rows), longest row), padded on one side."""
     ids = pad_sequence([torch.tensor(row) for row in rows], True, -1, padding_side=side).to(device)
     return ids.masked_fill(ids < 0, pad_id), (ids >= 0).long()
@@ -98,20 +100,19 @@ def fixed_network(model):
 
 
 @torch.no_grad()
-def sample(
-    model, tokenizer, prompts, group_size, max_new_tokens, temperature=1.0, top_p=1.0
-) -> Rollout:
+def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
+           temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
     """Draw group_size completions of each prompt (a string or a list of token ids), prompt-major.
 
-    `generate` takes what it is not told (top_k, repetition penalty, ...) from the model's generation
-    config, and would sample from another distribution than token_logps scores: so that config is set
-    aside meanwhile, but for its EOS ids, which count beside the tokenizer's.
+    `generate` takes what it is not told (top_k, repetition penalty, ...) from the model's own
+    generation config and would sample from another distribution than token_logps scores. So that
+    config is set aside meanwhile; only its EOS ids count, beside the tokenizer's.
     """
     own_config = model.generation_config
     eos_ids = own_config.eos_token_id  # None, an int or a list
     eos_ids = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])}
     eos_ids = sorted(eos_ids - {None})
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else [*eos_ids, 0][0]
+    pad_id = [*eos_ids, 0][0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     rows = [ids for ids in prompts for _ in range(group_size)]
     prompt_ids, prompt_mask = pad(rows, pad_id, "left", model.device)  # (B, L)
@@ -120,65 +121,58 @@ def sample(
     settings = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
     try:
         with fixed_network(model):
-            input_ids = model.generate(
-                prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **settings
-            )  # (B, L+T)
+            input_ids = model.generate(prompt_ids, attention_mask=prompt_mask,
+                                       max_new_tokens=max_new_tokens, **settings)  # (B, L+T)
     finally:
         model.generation_config = own_config
 
-    completion_ids = input_ids[:, prompt_ids.shape[1] :]  # (B, T)
+    completion_ids = input_ids[:, prompt_ids.shape[1]:]  # (B, T)
     mask = completion_mask(completion_ids, eos_ids)
     truncated = ~torch.isin(completion_ids, completion_ids.new_tensor(eos_ids)).any(1)
     ends = (mask.sum(1) - (~truncated).long()).tolist()  # the text stops before the EOS
-    texts = [tokenizer.decode(ids[:end]) for ids, end in zip(completion_ids.tolist(), ends)]
+    texts = [tokenizer.decode(row[:end]) for row, end in zip(completion_ids.tolist(), ends)]
     return Rollout(input_ids, torch.cat([prompt_mask, mask.long()], 1), mask, texts, truncated)
 
 
-# ==== 2. Reward: a program scores each completion; see rewards.py =================================
-# ==== 3. Compare: the group is its own baseline ===================================================
+# ==== 2. Reward: a program scores each completion; see rewards.py ===============================
+# ==== 3. Compare: the group is its own baseline =================================================
 
 
-def group_advantages(rewards: torch.Tensor, scale: str = "std", eps: float = 1e-4) -> torch.Tensor:
+def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> Tensor:
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
 
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not 0
-    but 8e-9, and rounding divided by rounding would pass for an advantage. ValueError for G < 2.
+    Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not
+    0 but 8e-9, and rounding divided by rounding would pass for an advantage. ValueError for G < 2.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # integers have no mean
-    advantages = rewards - rewards.mean(1, keepdim=True)
-    if scale == "std":
-        advantages = advantages / (rewards.std(1, keepdim=True) + eps)
-    elif scale != "none":
-        raise ValueError(f"unknown scale {scale!r}")
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
+    centered = rewards - rewards.mean(1, keepdim=True)
+    spread = {"std": rewards.std(1, keepdim=True) + eps, "none": 1.0}[scale]
     flat = (rewards == rewards[:, :1]).all(1, keepdim=True)  # (P, 1)
-    return advantages.masked_fill(flat, 0.0)
+    return (centered / spread).masked_fill(flat, 0.0)
 
 
-# ==== 4. Score: the log-probability of exactly the sampled tokens =================================
+# ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
 
 
-def token_logps(
-    model, input_ids, attention_mask, completion_len, temperature=1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len: int,
+                temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
 
     l_t = z_t[token_t] - logsumexp(z_t), z = logits / temperature: the temperature that sampled, or
-    it would be another policy's. Both float32 (B, T); gradients flow through l alone. input_ids and
-    attention_mask (B, L+T): prompts padded on the left, then the completions. (First book, section 7)
+    it would be another policy's. Both float32 (B, T); gradients flow through l alone. input_ids
+    and attention_mask (B, L+T): prompts padded on the left, then completions. (First book, 7.)
     """
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     with fixed_network(model):
-        logits = model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            use_cache=False, logits_to_keep=completion_len + 1,
-        ).logits  # fmt: skip
-    # Logits predict the next token: the first completion token is scored at the last prompt position,
-    # and those at the last position score nothing.
-    logits = logits[:, -completion_len - 1 : -1].float() / temperature  # (B, T, V)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False,
+                       position_ids=position_ids, logits_to_keep=completion_len + 1).logits
+    # Logits predict the next token: the first completion token is scored at the last position of
+    # the prompt, and the logits at the very last position score nothing.
+    logits = logits[:, -completion_len - 1:-1].float() / temperature  # (B, T, V)
     tokens = input_ids[:, -completion_len:].unsqueeze(2)  # (B, T, 1)
     logps = logits.gather(2, tokens).squeeze(2) - logits.logsumexp(2)
     with torch.no_grad():
@@ -186,22 +180,22 @@ def token_logps(
     return logps, entropy
 
 
-# ==== 5. Update: the surrogate, its aggregation, the KL term ======================================
+# ==== 5. Update: the surrogate, its aggregation, the KL term ====================================
 
 SURROGATES = ("reinforce", "sequence", "token", "gspo", "cispo")
 PER_COMPLETION = ("sequence", "gspo")  # one term a completion; the others have one a token
 AGGREGATES = ("sum", "mean", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "weighted")
-MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: no ratio may overflow, and beyond this none has a gradient
 
 
-def denominator(mask: torch.Tensor, aggregate: str, max_len: int | None = None):
+def denominator(mask: Tensor, aggregate: str, max_len: int | None = None):
     """What `aggregate` divides by, from the (B, T) mask of all rows of an update."""
-    rows, tokens = len(mask), mask.sum().clamp(min=1)
-    return {"sum": rows, "mean": rows, "token": tokens, "constant": rows * (max_len or 0)}[aggregate]
+    B, tokens = len(mask), mask.sum().clamp(min=1)
+    return {"sum": B, "mean": B, "token": tokens, "constant": B * (max_len or 0)}[aggregate]
 
 
-def aggregate_terms(terms, mask, aggregate="sum", max_len=None, normalizer=None) -> torch.Tensor:
+def aggregate_terms(terms: Tensor, mask: Tensor, aggregate: str = "sum", max_len: int | None = None,
+                    normalizer=None) -> Tensor:
     """(B, T) terms -> scalar. What is masked counts for nothing, even if it is NaN.
 
     "sum":      mean over completions of the sum over tokens (both books)
@@ -216,28 +210,29 @@ def aggregate_terms(terms, mask, aggregate="sum", max_len=None, normalizer=None)
     return terms.sum() / (normalizer or denominator(mask, aggregate, max_len))
 
 
-def policy_loss(
-    logps, old_logps, advantages, mask, surrogate="reinforce", clip_eps=None, clip_eps_high=None,
-    aggregate="sum", max_len=None, weights=None, normalizer=None,
-) -> tuple[torch.Tensor, dict]:  # fmt: skip
-    """The loss that makes completions better than their group likelier, and worse ones less likely.
+def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+                surrogate: str = "reinforce", clip_eps: float | None = None,
+                clip_eps_high: float | None = None, aggregate: str = "sum",
+                max_len: int | None = None, weights: Tensor | None = None,
+                normalizer=None) -> tuple[Tensor, dict]:
+    """The loss that makes completions better than their group likelier, and worse ones less so.
 
     A advantage, l log-probability, r ratio, lo = clip_eps, hi = clip_eps_high or else clip_eps:
 
     "reinforce"  a token       -A l                              Williams 1992; the first book
-    "sequence"   a completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book, 7.4
+    "sequence"   a completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book 7.4
     "token"      a token       the same                          r = exp(l - old); PPO, DeepSeekMath
     "gspo"       a completion  the same                          r = exp(mean(l - old)); GSPO
     "cispo"      a token       -stop_gradient(min(r, 1+hi)) A l  r = exp(l - old); MiniMax-M1
 
-    logps, old_logps, mask (B, T), advantages (B,). Terms a token go through aggregate_terms, terms a
-    completion are averaged. Without clip_eps and clip_eps_high nothing is clipped (cispo: ValueError).
-    weights: (B, T) importance weights; a term a completion takes the mean weight of its tokens.
-    Log-ratios are clamped to +-20 before exp.
+    logps, old_logps, mask (B, T), advantages (B,). Terms a token go through aggregate_terms, terms
+    a completion are averaged. Without a clip_eps nothing is clipped (cispo: ValueError). weights:
+    (B, T) importance weights, their mean for a term a completion. Log-ratios are clamped to +-20
+    before exp: no infinity may reach a gradient, and beyond there is none.
 
-    Also returns stats: ratios (the surrogate's own, before the clip; for reinforce the sequence's) and
-    clipped (the clip removed its gradient; for cispo: capped its weight), a value for each term that
-    is not padding, and over them ratio_mean, ratio_max and clip_frac.
+    stats, besides: ratios (the surrogate's own, before the clip; for reinforce the sequence's) and
+    clipped (the clip removed the gradient; cispo: it capped the weight), one value for each term
+    that is not padding; ratio_mean, ratio_max and clip_frac over these.
     """
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
@@ -251,83 +246,78 @@ def policy_loss(
         log_ratio, active = log_ratio.sum(1, keepdim=True), lengths > 0  # (B, 1)
     if surrogate == "gspo":
         log_ratio = log_ratio / lengths.clamp(min=1)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(-20, 20).exp()
 
     if surrogate == "reinforce":
         terms, clipped = -A * logps, torch.zeros_like(active)
-    elif surrogate == "cispo":
-        if hi == math.inf:
-            raise ValueError("cispo needs a clip_eps: it caps the ratio at 1 + clip_eps")
+    elif surrogate == "cispo" and hi < math.inf:
         terms, clipped = -ratio.clamp(max=1 + hi).detach() * A * logps, ratio > 1 + hi
     elif surrogate in ("sequence", "token", "gspo"):
         terms = -torch.minimum(ratio * A, ratio.clamp(1 - lo, 1 + hi) * A)
         clipped = ((A > 0) & (ratio > 1 + hi)) | ((A < 0) & (ratio < 1 - lo))
     else:
-        raise ValueError(f"unknown surrogate {surrogate!r}")
+        raise ValueError(f"surrogate {surrogate!r} with clip_eps {clip_eps}: no such loss")
 
     weights = torch.ones_like(logps) if weights is None else torch.where(mask, weights, 0.0)
     if surrogate in PER_COMPLETION:
+        mask, aggregate = active, "sum"  # (B, 1) terms
         weights = weights.sum(1, keepdim=True) / lengths.clamp(min=1)
-        loss = aggregate_terms(terms * weights, active, "sum", normalizer=normalizer)
-    else:
-        loss = aggregate_terms(terms * weights, mask, aggregate, max_len, normalizer)
-
+    loss = aggregate_terms(terms * weights, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
-    stats = {"ratios": ratios, "clipped": clipped}
-    stats |= {"ratio_mean": ratios.mean(), "clip_frac": clipped.mean()}
-    stats["ratio_max"] = ratios.max() if len(ratios) else ratios.mean()  # NaN where all is masked
+    stats = {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
+             "ratio_max": ratios.amax() if len(ratios) else ratios.mean(),  # NaN: all was masked
+             "clip_frac": clipped.mean()}
     return loss, stats
 
 
-def kl_loss(
-    logps, ref_logps, mask, estimator="k3", aggregate="sum", old_logps=None, max_len=None,
-    normalizer=None,
-) -> torch.Tensor:  # fmt: skip
+def kl_loss(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: str = "k3",
+            aggregate: str = "sum", old_logps: Tensor | None = None, max_len: int | None = None,
+            normalizer=None) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
 
     With d = ref - l, per token, aggregated like the policy loss:
 
-    "k1"        -d                the second book's. Its gradient does not contain the reference.
-    "k2"        d^2 / 2           one token: on average the gradient of KL(policy || reference)
-    "k3"        exp(d) - d - 1    one token: of KL(reference || policy). Never negative. DeepSeekMath
-    "weighted"  exp(l - old) k3   one token: of KL(policy || reference) off-policy too. DeepSeek-V3.2
+    "k1"        -d               the second book's; its gradient does not contain the reference
+    "k2"        d^2 / 2          for one token, on average, the gradient of KL(policy || reference)
+    "k3"        exp(d) - d - 1   that of KL(reference || policy); never negative; DeepSeekMath
+    "weighted"  exp(l - old) k3  that of KL(policy || reference), off-policy too; DeepSeek-V3.2
 
     old_logps are the sampling policy's, for "weighted" (None: logps). d is clamped to +-20 in k3.
     """
     logps, ref_logps = torch.where(mask, logps, 0.0), torch.where(mask, ref_logps, 0.0).detach()
     old_logps = logps.detach() if old_logps is None else torch.where(mask, old_logps, 0.0).detach()
     d = ref_logps - logps  # (B, T)
-    bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = bounded.exp() - bounded - 1
-    ratio = (logps - old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": ratio * k3}[estimator]
+    k3 = d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1
+    weighted = (logps - old_logps).clamp(-20, 20).exp() * k3
+    terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": weighted}[estimator]
     return aggregate_terms(terms, mask, aggregate, max_len, normalizer)
 
 
-# ==== 6. Train: a policy, and one flat loop =======================================================
+# ==== 6. Train: a policy, and one flat loop =====================================================
 
 TINY, LARGE = "tiny", "Qwen/Qwen3-0.6B"
-SMALL = 10_000_000  # parameters: a smaller model learns at its task's small_model_lr, not at 1e-5
+PRINTED = ("step", "reward", "reward_std", "flat_groups", "loss", "kl", "grad_norm", "ratio_mean",
+           "clip_frac", "entropy", "length", "truncated", "seconds")
 
 
 def tiny_policy():
-    """(model, tokenizer): Qwen3's architecture at 0.5 million parameters, one token for each byte."""
+    """(model, tokenizer): Qwen3's architecture at 0.5 million parameters, a token for each byte."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<pad>"]  # 258
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
-    special = dict(eos_token="<eos>", pad_token="<pad>")
-    config = Qwen3Config(
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, eos_token="<eos>", pad_token="<pad>")
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=256, pad_token_id=257,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config), PreTrainedTokenizerFast(tokenizer_object=bytewise, **special)
+    )), tokenizer
 
 
 def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-3) -> None:
-    """Supervised fine-tuning on the task's demonstrations: GRPO's update, but that the completions
-    are given and every advantage is 1. (First book: the two loops differ only in their signal.)"""
+    """Supervised fine-tuning on the task's demonstrations: GRPO's update, only that completions
+    are given and every advantage is 1. (First book: the two loops differ in their signal alone.)"""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0, fused=True)
     for step in tqdm(range(task.warm_start_steps), "warm start", disable=None, leave=False):
@@ -339,8 +329,8 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         input_ids = torch.cat([prompt_ids, answer_ids], 1)  # (B, L+T)
 
         logps, _ = token_logps(model, input_ids, torch.cat([prompt_mask, mask], 1), mask.shape[1])
-        advantages = torch.ones(batch, device=model.device)
-        loss, _ = policy_loss(logps, logps, advantages, mask.bool(), aggregate="token")
+        ones = torch.ones(batch, device=model.device)
+        loss, _ = policy_loss(logps, logps, ones, mask.bool(), "reinforce", aggregate="token")
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -348,19 +338,18 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
 
 
 def load_policy(args, task: rewards.Task):
-    """(model, tokenizer): the warm-started tiny one, or what transformers finds as args.model."""
+    """(model, tokenizer): the tiny one, or what transformers finds under the name args.model."""
     if args.model == TINY:
         model, tokenizer = tiny_policy()
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    small = model.num_parameters() < SMALL
-    args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
+    small = model.num_parameters() < 10_000_000
+    if args.lr is None:
+        args.lr = task.small_model_lr if small else 1e-5
     if small and model.device.type == "cpu":
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
-    if args.model == TINY:
-        warm_start(model, tokenizer, task, args.seed)
     return model, tokenizer
 
 
@@ -377,20 +366,8 @@ def save_checkpoint(out: Path, model, tokenizer, **state) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def score(model, rollout: Rollout, rows: torch.Tensor, micro_batch: int, temperature: float):
-    """Yield (rows, log-probabilities, entropies) of these rows, micro_batch of them at a time."""
-    for part in rows.split(micro_batch) if len(rows) else ():
-        ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
-        yield part, *token_logps(model, ids, attention_mask, rollout.mask.shape[1], temperature)
-
-
-@torch.no_grad()
-def frozen_logps(model, rollout: Rollout, *scoring) -> torch.Tensor:
-    """(B, T) log-probabilities without a graph; 0 for the rows that are not asked for."""
-    logps = torch.zeros(rollout.mask.shape, device=model.device)
-    for rows, values, _ in score(model, rollout, *scoring):
-        logps[rows] = values
-    return logps
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]:
@@ -400,7 +377,13 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    curve, step = [], 0
+    curve = []
+
+    def scored(network, rows):
+        """Yield (rows, log-probabilities, entropies), a micro-batch of the rollout at a time."""
+        for part in rows.split(micro_batch) if len(rows) else ():
+            ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
+            yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
 
     for step in tqdm(range(1, args.steps + 1), "GRPO", disable=None):
         # ---- Sample a group of completions for each prompt.
@@ -424,12 +407,15 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
         useful = (advantages != 0) | (args.kl_coef > 0)  # (B,) rows that have a gradient
         shuffles = [torch.randperm(B, device=device) for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
-        # Old log-probabilities are those before the first step. The first minibatch, which is all of
-        # the rollout unless there are several, brings them along in its own pass.
-        later = shuffles[0][len(minibatches[0]) :]
-        old_logps = frozen_logps(model, rollout, later[useful[later]], micro_batch, args.temperature)
-        if reference is not None:
-            ref_logps = frozen_logps(reference, rollout, shuffles[0], micro_batch, args.temperature)
+        # The old log-probabilities are those before the first step. The first minibatch (without
+        # --minibatches, the whole rollout) has them in its own first pass.
+        later = shuffles[0][len(minibatches[0]):]
+        old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
+        with torch.no_grad():
+            for rows, logps, _ in scored(model, later[useful[later]]):
+                old_logps[rows] = logps
+            for rows, logps, _ in scored(reference, shuffles[0] if reference else shuffles[0][:0]):
+                ref_logps[rows] = logps
 
         for number, minibatch in enumerate(minibatches):
             kl_normalizer = denominator(mask[minibatch], args.aggregate, T_max)
@@ -438,208 +424,185 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
             if len(minibatch) == 0:
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
             optimizer.zero_grad()
-            passes = score(model, rollout, minibatch, micro_batch, args.temperature)
-            for rows, logps, entropy in passes:
+            loss_sum = kl_sum = 0.0
+            for rows, logps, entropy in scored(model, minibatch):
                 if number == 0:
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
                     logps, old_logps[rows], advantages[rows], mask[rows], args.surrogate,
-                    *args.clip_eps, args.aggregate, T_max, normalizer=normalizer,
-                )  # fmt: skip
+                    *args.clip_eps, args.aggregate, T_max, normalizer=normalizer)
                 if reference is not None:
-                    kl = kl_loss(
-                        logps, ref_logps[rows], mask[rows], args.kl, args.aggregate,
-                        old_logps[rows], T_max, kl_normalizer,
-                    )  # fmt: skip
+                    kl = kl_loss(logps, ref_logps[rows], mask[rows], args.kl, args.aggregate,
+                                 old_logps[rows], T_max, kl_normalizer)
                     loss = loss + args.kl_coef * kl
-                    seen["kl"].append(kl.item())
+                    kl_sum += kl.item()
                 loss.backward()
-                seen["loss"].append(loss.item())
+                loss_sum += loss.item()
                 seen["entropy"] += entropy[mask[rows]].tolist()
                 seen["ratios"] += stats["ratios"].tolist()
                 seen["clipped"] += stats["clipped"].tolist()
-            seen["grad_norm"].append(clip_grad_norm_(model.parameters(), 1.0).item())
-            if not math.isfinite(seen["grad_norm"][-1]):
-                sys.exit(f"grpo.py: step {step}: the gradient is not finite, and the weights are as "
-                         f"before it; a lower --lr than {args.lr:g} may help")  # fmt: skip
+            grad_norm = clip_grad_norm_(model.parameters(), 1.0).item()
+            if not math.isfinite(loss_sum + grad_norm):
+                sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}: not "
+                         f"finite, and not applied; a lower --lr than {args.lr:g} may help")
             optimizer.step()
+            for name, value in (("loss", loss_sum), ("kl", kl_sum), ("grad_norm", grad_norm)):
+                seen[name].append(value)
         if args.ref_every and step % args.ref_every == 0:
             reference.load_state_dict(model.state_dict())
 
         # ---- Log. Statistics of the update cover all its passes, and are null where it had none.
         t_end = time.perf_counter()
-        lengths, updates = mask.sum(1).tolist(), len(seen["grad_norm"])
+        lengths = mask.sum(1).tolist()
         metrics = {
             "step": step, "reward": reward.mean().item(), "reward_std": reward.std(1).mean().item(),
             **{f"reward/{rewards.name(f)}": s.mean().item() for f, s in zip(task.rewards, scores)},
             "advantage_std": advantages.std().item(),
             "flat_groups": (reward == reward[:, :1]).all(1).double().mean().item(),
-            "loss": mean(seen["loss"], updates), "kl": mean(seen["kl"], updates),
-            "grad_norm": mean(seen["grad_norm"]), "ratio_mean": mean(seen["ratios"]),
-            "ratio_max": max(seen["ratios"], default=None), "clip_frac": mean(seen["clipped"]),
-            "entropy": mean(seen["entropy"]), "length": mean(lengths), "length_max": max(lengths),
+            "loss": mean(seen["loss"]), "kl": mean(seen["kl"]) if reference else None,
+            "grad_norm": mean(seen["grad_norm"]), "entropy": mean(seen["entropy"]),
+            "ratio_mean": mean(seen["ratios"]), "ratio_max": max(seen["ratios"], default=None),
+            "clip_frac": mean(seen["clipped"]), "length": mean(lengths), "length_max": max(lengths),
             "truncated": rollout.truncated.double().mean().item(), "lr": args.lr,
             "tokens_per_s": sum(lengths) / (t_end - t_start), "seconds": t_end - t_start,
             "seconds_sample": t_sampled - t_start, "seconds_update": t_end - t_rewarded,
-        }  # fmt: skip
-        append_jsonl(out / "metrics.jsonl", [metrics])
-        append_jsonl(out / "samples.jsonl", [
-            {"step": step, "prompt": example["prompt"], "completion": text, "reward": total,
-             "rewards": single, "advantage": advantage}
-            for example, text, total, single, advantage in zip(
-                examples, rollout.texts, reward.flatten().tolist(), scores.T.tolist(), advantages.tolist()
-            )
-        ])  # fmt: skip
+        }
+        samples = [
+            {"step": step, "prompt": examples[i]["prompt"], "completion": rollout.texts[i],
+             "rewards": scores[:, i].tolist(), "reward": reward.flatten()[i].item(),
+             "advantage": advantages[i].item()} for i in range(B)
+        ]
+        for name, records in (("metrics", [metrics]), ("samples", samples)):
+            with (out / f"{name}.jsonl").open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
         curve.append(metrics["reward"])
         if step == 1 or step % args.log_every == 0:
-            shown = "  ".join(f"{k} {metrics[k]:.3g}" for k in SHOWN if metrics[k] is not None)
-            tqdm.write(f"{shown}\n    reward {reward[0, 0]:g}: {rollout.texts[0]!r}")
+            shown = [name for name in PRINTED if metrics[name] is not None]
+            tqdm.write("  ".join(f"{name} {metrics[name]:.3g}" for name in shown))
+            tqdm.write(f"    reward {samples[0]['reward']:g}: {samples[0]['completion']!r}")
         if stop:
             break
     save_checkpoint(out, model, tokenizer, step=len(curve), optimizer=optimizer.state_dict())
     return curve
 
 
-# ==== Flags and main ==============================================================================
+# ==== Flags and main ============================================================================
 
-SHOWN = ("step", "reward", "reward_std", "flat_groups", "loss", "kl", "grad_norm", "ratio_mean",
-         "clip_frac", "entropy", "length", "truncated", "seconds")  # fmt: skip
-
-
-def mean(values: list[float], count: int | None = None) -> float | None:
-    return sum(values) / (count or len(values)) if values else None
+def refuse(message: str) -> NoReturn:
+    """The user's mistake: one line, exit status 2."""
+    print(f"grpo.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
-def append_jsonl(path: Path, records: list[dict]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """The values as one line of blocks, lowest to highest, averaged down to at most `width`."""
-    n = min(width, len(values))
-    means = [mean(values[i * len(values) // n : (i + 1) * len(values) // n]) for i in range(n)]
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (m - low) / ((high - low) or 1))] for m in means)
-
-
-def number(kind: type, low: float, high: float = 1e300, above: bool = False):
-    """An argparse type: a finite number of at least `low` (or above it), and of at most `high`."""
+def number(kind: type, low: float, high: float = 1e300):
+    """An argparse type: a finite number from low to high."""
 
     def parse(text: str):
-        value = kind(text)
-        if not (value > low if above else value >= low) or not value <= high:  # refuses NaN as well
-            bounds = f"{'above' if above else 'at least'} {low}" + f", at most {high}" * (high < 1e300)
-            raise argparse.ArgumentTypeError(f"{text} is not {bounds}")
-        return value
+        if not low <= kind(text) <= high:  # refuses NaN too
+            raise argparse.ArgumentTypeError(f"{text} is not in the range {low:g} to {high:g}")
+        return kind(text)
 
-    parse.__name__ = kind.__name__  # argparse names it: invalid int value: 'x'
+    parse.__name__ = kind.__name__  # for argparse's own message: invalid int value: 'x'
     return parse
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"grpo.py: {message}\n")
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked and with their defaults resolved; a refused one exits with status 2."""
-    parser = Parser(description="GRPO in one file.", allow_abbrev=False,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    """The flags, checked, their defaults resolved. Refusing one takes a line and exit status 2."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.error = refuse
     count, coefficient = number(int, 1), number(float, 0)
-    model = LARGE if torch.cuda.is_available() else TINY
 
     flag = parser.add_argument_group("what to train").add_argument
-    flag("--task", choices=list(rewards.TASKS), default="format", help="a task of rewards.py")
-    flag("--model", default=model, help="tiny (built in), a directory or a name on the hub")
-    flag("--steps", type=number(int, 0), default=200, help="0 only warm-starts and saves")
-    flag("--out", help="folder for what the run leaves behind (default: runs/TASK-TIME)")
-    flag("--seed", type=number(int, 0, 2**63 - 1), default=0)
-    flag("--log-every", type=count, default=10, help="steps from one printed line to the next")
+    flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
+    flag("--model", help=f"tiny, a directory, or a hub name (with CUDA {LARGE}, else tiny)")
+    flag("--steps", type=number(int, 0), default=200, help="0 only warm-starts and saves (200)")
+    flag("--out", help="folder for what the run leaves behind (runs/TASK-TIME)")
+    flag("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of all that is random (0)")
+    flag("--log-every", type=count, default=10, help="steps between printed lines (10)")
 
     flag = parser.add_argument_group("sample").add_argument
-    flag("--prompts-per-step", type=count, help="P, each with a group of its own (default: the task's)")
-    flag("--group-size", type=number(int, 2), default=8, help="G, completions for each prompt")
-    flag("--max-new-tokens", type=count, help="longest completion (default: the task's)")
-    flag("--temperature", type=number(float, 0, above=True), default=1.0)
-    flag("--top-p", type=number(float, 0, 1, above=True), default=1.0, help="nucleus; 1.0: everything")
+    flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
+    flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
+    flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
+    flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
+    flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus to sample from (1: all)")
 
     flag = parser.add_argument_group("update").add_argument
-    flag("--lr", type=coefficient, help="AdamW's (default: 1e-5; the task's for models under 10M)")
-    flag("--surrogate", choices=SURROGATES, help="(default: sequence with a clip, else reinforce)")
-    flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH")
-    flag("--aggregate", choices=AGGREGATES, default="sum", help="how terms for tokens are averaged")
-    flag("--inner-epochs", type=count, help="passes over a rollout (default: 2 with a clip, else 1)")
-    flag("--minibatches", type=count, default=1, help="parts of a pass, with a step for each")
-    flag("--micro-batch", type=count, help="rows at a time; bounds memory, changes no gradient")
+    flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
+    flag("--surrogate", choices=SURROGATES, help="(sequence with --clip-eps, else reinforce)")
+    flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
+    flag("--aggregate", choices=AGGREGATES, default="sum", help="how tokens' terms add up (sum)")
+    flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
+    flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
+    flag("--micro-batch", type=count, help="rows at a time; for memory, same gradient (all)")
 
     flag = parser.add_argument_group("KL term").add_argument
-    flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model")
-    flag("--kl", choices=KL_ESTIMATORS, default="k3", help="its estimator")
-    flag("--ref-every", type=count, metavar="N", help="the policy becomes the reference every N steps")
+    flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model (0)")
+    flag("--kl", choices=KL_ESTIMATORS, default="k3", help="its estimator (k3)")
+    flag("--ref-every", type=count, help="steps after which the reference is renewed (never)")
 
     args = parser.parse_args(argv)
+    task, clip = rewards.TASKS[args.task], args.clip_eps
+    args.model = args.model or (LARGE if torch.cuda.is_available() else TINY)
     args.out = args.out or f"runs/{args.task}-{time.strftime('%Y%m%d-%H%M%S')}"
-    args.surrogate = args.surrogate or ("sequence" if args.clip_eps else "reinforce")
-    args.inner_epochs = args.inner_epochs or (2 if args.clip_eps else 1)
-    task = rewards.TASKS[args.task]
+    args.surrogate = args.surrogate or ("sequence" if clip else "reinforce")
+    args.inner_epochs = args.inner_epochs or (2 if clip else 1)
     args.prompts_per_step = args.prompts_per_step or task.prompts_per_step
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
+    args.clip_eps = (clip * 2)[:2] if clip else [None, None]  # low, high
     rollouts = args.prompts_per_step * args.group_size
-    for refused, why in [
-        (args.clip_eps and len(args.clip_eps) > 2, "--clip-eps takes EPS, or LOW HIGH"),
-        (args.clip_eps and args.surrogate == "reinforce",
+    for wrong, why in (
+        (clip and len(clip) > 2, "--clip-eps takes one number, or two: LOW HIGH"),
+        (clip and args.surrogate == "reinforce",
          "--clip-eps: --surrogate reinforce has no ratio to clip; use sequence or token"),
-        (not args.clip_eps and args.surrogate == "cispo", "--surrogate cispo needs --clip-eps"),
-        (args.minibatches > rollouts, f"--minibatches {args.minibatches}: a step has {rollouts} rollouts"),
+        (not clip and args.surrogate == "cispo", "--surrogate cispo needs --clip-eps, its cap"),
+        (args.minibatches > rollouts, f"--minibatches: a step has only {rollouts} rollouts"),
         (args.ref_every and not args.kl_coef, "--ref-every needs a --kl-coef above 0"),
         (args.model == TINY and not task.demonstrations,
-         f"--model tiny: task {args.task} has no demonstrations to start it from; use --model DIRECTORY"),
-        (any((Path(args.out) / name).exists() for name in ("config.json", "metrics.jsonl")),
-         f"--out {args.out} already holds a run; name another folder"),
-    ]:  # fmt: skip
-        if refused:
-            parser.error(why)
-    args.clip_eps = (args.clip_eps * 2)[:2] if args.clip_eps else [None, None]  # [lo, hi]
-    if args.model != TINY:
-        try:
-            AutoConfig.from_pretrained(args.model)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            parser.error(f"--model {args.model}: {reason} Use --model tiny or --model DIRECTORY")
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror}")
+         f"--model tiny: {args.task} has no demonstrations to start from; use --model DIRECTORY"),
+        (Path(args.out, "config.json").exists(), f"--out {args.out} already holds a run; name another"),
+    ):
+        if wrong:
+            refuse(why)
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1: the run could not go on; 2: the user's mistake; 130: stopped by Ctrl-C."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    huggingface_hub.utils.logging.set_verbosity_error()
-    args = parse_args(argv)
-    task, out, stop = rewards.TASKS[args.task], Path(args.out), []
-    other = f"--model {LARGE} or --model DIRECTORY" if args.model == TINY else "--model tiny"
-    print(f"model: {args.model}, on {'CUDA' if torch.cuda.is_available() else 'the CPU'}"
-          f" ({other} for another)")  # fmt: skip
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    args, stop = parse_args(argv), []
+    task, out = rewards.TASKS[args.task], Path(args.out)
+    other = LARGE if args.model == TINY else TINY
+    print(f"model: {args.model} (others: --model {other}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)
-    model, tokenizer = load_policy(args, task)
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    versions["transformers"] = transformers.__version__
-    config = {**vars(args), "parameters": model.num_parameters(), "versions": versions}
+    try:
+        model, tokenizer = load_policy(args, task)
+    except (OSError, ValueError) as error:
+        refuse(f"--model {args.model}: {str(error).splitlines()[0]} Use --model tiny (built in, "
+               "nothing to download) or --model DIRECTORY.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {out}: {error.strerror}")
+    config = {**vars(args), "parameters": model.num_parameters(), "torch": torch.__version__,
+              "transformers": transformers.__version__, "python": platform.python_version()}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    print("  ".join(f"{k} {v}" for k, v in vars(args).items() if k != "out" and v is not None))
-    signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C ends the step, then the run
+    print("  ".join(f"{name} {value}" for name, value in config.items()))
+    if args.model == TINY:
+        warm_start(model, tokenizer, task, args.seed)
+    signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C: finish the step and save
     try:
         curve = train(args, task, model, tokenizer, stop)
     except rewards.RewardError as error:
         sys.exit(f"grpo.py: {error}")
     if curve:
-        print(f"reward {sparkline(curve)}")
-        first, last = mean(curve[:5]), mean(curve[-20:])
-        print(f"mean reward of the first 5 steps {first:.2f}, of the last 20 steps {last:.2f}")
-    print(f"written: {out}/ (config.json, metrics.jsonl, samples.jsonl, checkpoint/)")
+        bars = torch.nn.functional.adaptive_avg_pool1d(torch.tensor([curve]), min(60, len(curve)))
+        bars = (bars - bars.min()) / (bars.max() - bars.min()).clamp(min=1e-9)
+        print("reward  " + "".join("▁▂▃▄▅▆▇█"[round(7 * bar)] for bar in bars[0].tolist()))
+        print(f"mean reward: first 5 steps {mean(curve[:5]):.2f}, last 20 {mean(curve[-20:]):.2f}")
+    print(f"written to {out}: config.json, metrics.jsonl, samples.jsonl, checkpoint")
     return 130 if stop else 0
 
 

@@ -26,7 +26,7 @@ class Task:
     warm_start_steps: int = 300  # of 16 demonstrations each
     prompts_per_step: int = 1
     max_new_tokens: int = 64
-    small_model_lr: float = 3e-5  # for models under 10 million parameters
+    small_model_lr: float = 5e-5  # for models under 10 million parameters
 
     def batch(self, start: int, count: int, seed: int) -> list[dict]:
         """Training examples at positions start to start + count of an endless sequence: shuffles of all
