@@ -73,8 +73,8 @@ class Rollout:
 def completion_mask(completion_ids: Tensor, eos_ids) -> Tensor:
     """True up to and including the first EOS, all True where there is none: (B, T) bool.
 
-    eos_ids: an int or a collection of ints. It goes by EOS, not by padding, so that the real EOS
-    is trained even where the pad token is the EOS. (First book: the completion mask.)
+    eos_ids: an int or a collection of ints. Going by EOS and not by padding keeps the real EOS in
+    the loss where pad and EOS are the same token. (First book: the completion mask.)
     """
     eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_ids))
@@ -82,7 +82,7 @@ def completion_mask(completion_ids: Tensor, eos_ids) -> Tensor:
 
 
 def pad(rows: list[list[int]], pad_id: int, side: str, device) -> tuple[Tensor, Tensor]:
-    """Rows of ids -> (ids, attention mask), both (len(rows), longest row), padded on one side."""
+    """Lists of ids -> (ids, attention mask), both (B, longest), padded on one side."""
     ids = pad_sequence([torch.tensor(row) for row in rows], True, -1, padding_side=side).to(device)
     return ids.masked_fill(ids < 0, pad_id), (ids >= 0).long()
 
@@ -144,15 +144,14 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
     Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not
-    0 but 8e-9, and rounding divided by rounding would pass for an advantage. ValueError for G < 2.
+    0 but 8e-9, and rounding over rounding would pass for an advantage. ValueError for G < 2.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
-    centered = rewards - rewards.mean(1, keepdim=True)
     spread = {"std": rewards.std(1, keepdim=True) + eps, "none": 1.0}[scale]
     flat = (rewards == rewards[:, :1]).all(1, keepdim=True)  # (P, 1)
-    return (centered / spread).masked_fill(flat, 0.0)
+    return ((rewards - rewards.mean(1, keepdim=True)) / spread).masked_fill(flat, 0.0)
 
 
 # ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
@@ -183,26 +182,27 @@ def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len
 # ==== 5. Update: the surrogate, its aggregation, the KL term ====================================
 
 SURROGATES = ("reinforce", "sequence", "token", "gspo", "cispo")
-PER_COMPLETION = ("sequence", "gspo")  # one term a completion; the others have one a token
+PER_COMPLETION = ("sequence", "gspo")  # have a term for each completion, the others for each token
 AGGREGATES = ("sum", "mean", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "weighted")
 
 
 def denominator(mask: Tensor, aggregate: str, max_len: int | None = None):
-    """What `aggregate` divides by, from the (B, T) mask of all rows of an update."""
+    """What `aggregate_terms` divides by, from the (B, T) mask of all rows of an update."""
+    if aggregate == "constant" and max_len is None:
+        raise ValueError("aggregate 'constant' needs max_len")
     B, tokens = len(mask), mask.sum().clamp(min=1)
     return {"sum": B, "mean": B, "token": tokens, "constant": B * (max_len or 0)}[aggregate]
 
 
-def aggregate_terms(terms: Tensor, mask: Tensor, aggregate: str = "sum", max_len: int | None = None,
-                    normalizer=None) -> Tensor:
+def aggregate_terms(terms, mask, aggregate="sum", max_len=None, normalizer=None) -> Tensor:
     """(B, T) terms -> scalar. What is masked counts for nothing, even if it is NaN.
 
     "sum":      mean over completions of the sum over tokens (both books)
     "mean":     mean over completions of the mean over tokens (DeepSeekMath's GRPO)
     "token":    sum over all tokens / number of tokens (DAPO)
     "constant": sum over all tokens / (B * max_len) (Dr. GRPO)
-    normalizer: the denominator of the whole update, to which its micro-batches then add up.
+    normalizer: the whole update's denominator, so that its micro-batches add up to it.
     """
     terms = torch.where(mask, terms, 0.0)
     if aggregate == "mean":
@@ -210,29 +210,30 @@ def aggregate_terms(terms: Tensor, mask: Tensor, aggregate: str = "sum", max_len
     return terms.sum() / (normalizer or denominator(mask, aggregate, max_len))
 
 
-def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
-                surrogate: str = "reinforce", clip_eps: float | None = None,
-                clip_eps_high: float | None = None, aggregate: str = "sum",
-                max_len: int | None = None, weights: Tensor | None = None,
-                normalizer=None) -> tuple[Tensor, dict]:
+def policy_loss(
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    surrogate: str = "reinforce", clip_eps: float | None = None,
+    clip_eps_high: float | None = None, aggregate: str = "sum",
+    max_len: int | None = None, weights: Tensor | None = None, normalizer=None,
+) -> tuple[Tensor, dict]:
     """The loss that makes completions better than their group likelier, and worse ones less so.
 
-    A advantage, l log-probability, r ratio, lo = clip_eps, hi = clip_eps_high or else clip_eps:
+    Its terms; A advantage, l log-probability, lo = clip_eps, hi = clip_eps_high or else clip_eps:
 
-    "reinforce"  a token       -A l                              Williams 1992; the first book
-    "sequence"   a completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book 7.4
-    "token"      a token       the same                          r = exp(l - old); PPO, DeepSeekMath
-    "gspo"       a completion  the same                          r = exp(mean(l - old)); GSPO
-    "cispo"      a token       -stop_gradient(min(r, 1+hi)) A l  r = exp(l - old); MiniMax-M1
+    "reinforce"  token       -A l                              Williams 1992; the first book
+    "sequence"   completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book, 7.4
+    "token"      token       the same                          r = exp(l - old); PPO, DeepSeekMath
+    "gspo"       completion  the same                          r = exp(mean(l - old)); GSPO
+    "cispo"      token       -stop_gradient(min(r, 1+hi)) A l  r = exp(l - old); MiniMax-M1
 
-    logps, old_logps, mask (B, T), advantages (B,). Terms a token go through aggregate_terms, terms
-    a completion are averaged. Without a clip_eps nothing is clipped (cispo: ValueError). weights:
-    (B, T) importance weights, their mean for a term a completion. Log-ratios are clamped to +-20
-    before exp: no infinity may reach a gradient, and beyond there is none.
+    logps, old_logps, mask (B, T), advantages (B,). Tokens' terms go through aggregate_terms, those
+    of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
+    Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
+    exp, so that no infinity reaches a gradient.
 
-    stats, besides: ratios (the surrogate's own, before the clip; for reinforce the sequence's) and
-    clipped (the clip removed the gradient; cispo: it capped the weight), one value for each term
-    that is not padding; ratio_mean, ratio_max and clip_frac over these.
+    stats: ratios (the surrogate's, before the clip; for reinforce the sequence's) and clipped (the
+    clip removed the gradient; cispo: capped the weight), one value for each term that is not padding,
+    and over them ratio_mean, ratio_max, clip_frac.
     """
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
@@ -256,23 +257,25 @@ def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tens
         terms = -torch.minimum(ratio * A, ratio.clamp(1 - lo, 1 + hi) * A)
         clipped = ((A > 0) & (ratio > 1 + hi)) | ((A < 0) & (ratio < 1 - lo))
     else:
-        raise ValueError(f"surrogate {surrogate!r} with clip_eps {clip_eps}: no such loss")
+        raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
 
-    weights = torch.ones_like(logps) if weights is None else torch.where(mask, weights, 0.0)
+    if weights is not None:
+        weights = torch.where(mask, weights, 0.0)
+        average = weights.sum(1, keepdim=True) / lengths.clamp(min=1)  # (B, 1)
+        terms = terms * (average if surrogate in PER_COMPLETION else weights)
     if surrogate in PER_COMPLETION:
-        mask, aggregate = active, "sum"  # (B, 1) terms
-        weights = weights.sum(1, keepdim=True) / lengths.clamp(min=1)
-    loss = aggregate_terms(terms * weights, mask, aggregate, max_len, normalizer)
+        mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
+    loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
-    stats = {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
-             "ratio_max": ratios.amax() if len(ratios) else ratios.mean(),  # NaN: all was masked
-             "clip_frac": clipped.mean()}
-    return loss, stats
+    ratio_max = ratios.amax() if len(ratios) else ratios.mean()  # NaN where all is masked
+    return loss, {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
+                  "ratio_max": ratio_max, "clip_frac": clipped.mean()}
 
 
-def kl_loss(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: str = "k3",
-            aggregate: str = "sum", old_logps: Tensor | None = None, max_len: int | None = None,
-            normalizer=None) -> Tensor:
+def kl_loss(
+    logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: str = "k3", aggregate: str = "sum",
+    old_logps: Tensor | None = None, max_len: int | None = None, normalizer=None,
+) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
 
     With d = ref - l, per token, aggregated like the policy loss:
@@ -342,8 +345,8 @@ def load_policy(args, task: rewards.Task):
     if args.model == TINY:
         model, tokenizer = tiny_policy()
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     small = model.num_parameters() < 10_000_000
     if args.lr is None:
@@ -470,7 +473,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
         samples = [
             {"step": step, "prompt": examples[i]["prompt"], "completion": rollout.texts[i],
              "rewards": scores[:, i].tolist(), "reward": reward.flatten()[i].item(),
-             "advantage": advantages[i].item()} for i in range(B)
+             "advantage": advantages[i].item()}
+            for i in range(B)
         ]
         for name, records in (("metrics", [metrics]), ("samples", samples)):
             with (out / f"{name}.jsonl").open("a") as file:
@@ -507,11 +511,10 @@ def number(kind: type, low: float, high: float = 1e300):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked, their defaults resolved. Refusing one takes a line and exit status 2."""
+    """The flags, checked, their defaults resolved. A refused one costs a line and exit status 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = refuse
     count, coefficient = number(int, 1), number(float, 0)
-
     flag = parser.add_argument_group("what to train").add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
     flag("--model", help=f"tiny, a directory, or a hub name (with CUDA {LARGE}, else tiny)")
@@ -519,23 +522,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     flag("--out", help="folder for what the run leaves behind (runs/TASK-TIME)")
     flag("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of all that is random (0)")
     flag("--log-every", type=count, default=10, help="steps between printed lines (10)")
-
     flag = parser.add_argument_group("sample").add_argument
     flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
     flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
-    flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus to sample from (1: all)")
-
+    flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus sampled from (1: all)")
     flag = parser.add_argument_group("update").add_argument
     flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
-    flag("--surrogate", choices=SURROGATES, help="(sequence with --clip-eps, else reinforce)")
+    flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
     flag("--aggregate", choices=AGGREGATES, default="sum", help="how tokens' terms add up (sum)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
     flag("--micro-batch", type=count, help="rows at a time; for memory, same gradient (all)")
-
     flag = parser.add_argument_group("KL term").add_argument
     flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model (0)")
     flag("--kl", choices=KL_ESTIMATORS, default="k3", help="its estimator (k3)")
@@ -560,7 +560,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (args.ref_every and not args.kl_coef, "--ref-every needs a --kl-coef above 0"),
         (args.model == TINY and not task.demonstrations,
          f"--model tiny: {args.task} has no demonstrations to start from; use --model DIRECTORY"),
-        (Path(args.out, "config.json").exists(), f"--out {args.out} already holds a run; name another"),
+        (Path(args.out, "config.json").exists(), f"--out {args.out} already holds a run"),
     ):
         if wrong:
             refuse(why)
@@ -576,12 +576,12 @@ def main(argv: list[str] | None = None) -> int:
     task, out = rewards.TASKS[args.task], Path(args.out)
     other = LARGE if args.model == TINY else TINY
     print(f"model: {args.model} (others: --model {other}, --model DIRECTORY)", flush=True)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the tiny model's weights
     try:
         model, tokenizer = load_policy(args, task)
     except (OSError, ValueError) as error:
-        refuse(f"--model {args.model}: {str(error).splitlines()[0]} Use --model tiny (built in, "
-               "nothing to download) or --model DIRECTORY.")
+        refuse(f"--model {args.model}: {str(error).splitlines()[0]} "
+               "Use --model tiny (built in, needs no network) or --model DIRECTORY.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -592,6 +592,7 @@ def main(argv: list[str] | None = None) -> int:
     print("  ".join(f"{name} {value}" for name, value in config.items()))
     if args.model == TINY:
         warm_start(model, tokenizer, task, args.seed)
+    torch.manual_seed(args.seed)  # the samples: the same from tiny as from its saved warm start
     signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C: finish the step and save
     try:
         curve = train(args, task, model, tokenizer, stop)
