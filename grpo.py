@@ -231,9 +231,9 @@ def policy_loss(
     Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
     exp, so that no infinity reaches a gradient.
 
-    stats: ratios (the surrogate's, before the clip; for reinforce the sequence's) and clipped (the
-    clip removed the gradient; cispo: capped the weight), one value for each term that is not padding,
-    and over them ratio_mean, ratio_max, clip_frac.
+    stats: for each term but padding, ratios (the surrogate's, before the clip; for reinforce the
+    sequence's) and clipped (the clip took the gradient; cispo: capped the weight); over these,
+    ratio_mean, ratio_max and clip_frac.
     """
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
@@ -259,13 +259,11 @@ def policy_loss(
     else:
         raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
 
-    if weights is not None:
-        weights = torch.where(mask, weights, 0.0)
-        average = weights.sum(1, keepdim=True) / lengths.clamp(min=1)  # (B, 1)
-        terms = terms * (average if surrogate in PER_COMPLETION else weights)
-    if surrogate in PER_COMPLETION:
-        mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
-    loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
+    weights = torch.ones_like(logps) if weights is None else torch.where(mask, weights, 0.0)
+    if surrogate in PER_COMPLETION:  # (B, 1) terms; "sum" gives their mean
+        weights = weights.sum(1, keepdim=True) / lengths.clamp(min=1)
+        mask, aggregate = active, "sum"
+    loss = aggregate_terms(terms * weights, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
     ratio_max = ratios.amax() if len(ratios) else ratios.mean()  # NaN where all is masked
     return loss, {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
@@ -341,7 +339,7 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
 
 
 def load_policy(args, task: rewards.Task):
-    """(model, tokenizer): the tiny one, or what transformers finds under the name args.model."""
+    """(model, tokenizer): tiny, or what transformers finds as args.model. Resolves args.lr."""
     if args.model == TINY:
         model, tokenizer = tiny_policy()
     else:
@@ -349,10 +347,9 @@ def load_policy(args, task: rewards.Task):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     small = model.num_parameters() < 10_000_000
-    if args.lr is None:
-        args.lr = task.small_model_lr if small else 1e-5
     if small and model.device.type == "cpu":
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
+    args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
     return model, tokenizer
 
 
@@ -417,7 +414,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
         with torch.no_grad():
             for rows, logps, _ in scored(model, later[useful[later]]):
                 old_logps[rows] = logps
-            for rows, logps, _ in scored(reference, shuffles[0] if reference else shuffles[0][:0]):
+            for rows, logps, _ in scored(reference, shuffles[0] if reference else later[:0]):
                 ref_logps[rows] = logps
 
         for number, minibatch in enumerate(minibatches):
@@ -473,9 +470,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
         samples = [
             {"step": step, "prompt": examples[i]["prompt"], "completion": rollout.texts[i],
              "rewards": scores[:, i].tolist(), "reward": reward.flatten()[i].item(),
-             "advantage": advantages[i].item()}
-            for i in range(B)
-        ]
+             "advantage": advantages[i].item()} for i in range(B)]
         for name, records in (("metrics", [metrics]), ("samples", samples)):
             with (out / f"{name}.jsonl").open("a") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
@@ -500,12 +495,10 @@ def refuse(message: str) -> NoReturn:
 
 def number(kind: type, low: float, high: float = 1e300):
     """An argparse type: a finite number from low to high."""
-
     def parse(text: str):
         if not low <= kind(text) <= high:  # refuses NaN too
             raise argparse.ArgumentTypeError(f"{text} is not in the range {low:g} to {high:g}")
         return kind(text)
-
     parse.__name__ = kind.__name__  # for argparse's own message: invalid int value: 'x'
     return parse
 
