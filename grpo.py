@@ -259,11 +259,13 @@ def policy_loss(
     else:
         raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
 
-    weights = torch.ones_like(logps) if weights is None else torch.where(mask, weights, 0.0)
-    if surrogate in PER_COMPLETION:  # (B, 1) terms; "sum" gives their mean
-        weights = weights.sum(1, keepdim=True) / lengths.clamp(min=1)
-        mask, aggregate = active, "sum"
-    loss = aggregate_terms(terms * weights, mask, aggregate, max_len, normalizer)
+    if weights is not None:
+        weights = torch.where(mask, weights, 0.0)
+        average = weights.sum(1, keepdim=True) / lengths.clamp(min=1)  # (B, 1)
+        terms = terms * (average if surrogate in PER_COMPLETION else weights)
+    if surrogate in PER_COMPLETION:
+        mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
+    loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
     ratio_max = ratios.amax() if len(ratios) else ratios.mean()  # NaN where all is masked
     return loss, {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),

@@ -7,6 +7,7 @@ with them. This is how TRL's GRPOTrainer calls its reward functions, so one that
 there. To train on something else, write a function and put a Task into TASKS.
 """
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -69,13 +70,14 @@ def score(
             raise RewardError(
                 f"reward {name(function)} returned {got} for {len(completions)} completions"
             )
-        values = [value.item() if hasattr(value, "item") else value for value in values]
         for row, value in enumerate(values):
-            # Comparing, since math.isfinite raises on an int too long for a float; NaN fails it.
-            if not isinstance(value, (int, float)) or not -1e38 < value < 1e38:
-                raise RewardError(
-                    f"reward {name(function)}, row {row}: {value!r} is not a finite number"
-                )
+            try:
+                finite = not isinstance(value, str) and math.isfinite(float(value))
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                finite = False  # None, a list, an int too long for a float, a tensor of several
+            if not finite:
+                got = value if isinstance(value, float) else f"of type {type(value).__name__}"
+                raise RewardError(f"reward {name(function)}: row {row} is {got}, not a finite number")
         table.append([float(value) for value in values])
     return table
 
