@@ -31,7 +31,6 @@ import copy
 import json
 import logging
 import math
-import platform
 import random
 import shutil
 import signal
@@ -39,8 +38,8 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import transformers
@@ -102,7 +101,8 @@ def fixed_network(model):
 @torch.no_grad()
 def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
-    """Draw group_size completions of each prompt (a string or a list of token ids), prompt-major.
+    """Draw group_size completions of each prompt (a string or a list of token ids), prompt-major;
+    temperature 0 is greedy.
 
     `generate` takes what it is not told (top_k, repetition penalty, ...) from the model's own
     generation config and would sample from another distribution than token_logps scores. So that
@@ -119,6 +119,7 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
 
     model.generation_config = GenerationConfig(eos_token_id=eos_ids or None, pad_token_id=pad_id)
     settings = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
+    settings = settings if temperature > 0 else dict(do_sample=False)
     try:
         with fixed_network(model):
             input_ids = model.generate(prompt_ids, attention_mask=prompt_mask,
@@ -299,8 +300,8 @@ def kl_loss(
 # ==== 6. Train: a policy, and one flat loop =====================================================
 
 TINY, LARGE = "tiny", "Qwen/Qwen3-0.6B"
-PRINTED = ("step", "reward", "reward_std", "flat_groups", "loss", "kl", "grad_norm", "ratio_mean",
-           "clip_frac", "entropy", "length", "truncated", "seconds")
+PRINTED = ("step", "reward", "eval_accuracy", "flat_groups", "loss", "kl", "grad_norm",
+           "ratio_mean", "clip_frac", "entropy", "length", "truncated", "seconds")
 
 
 def tiny_policy():
@@ -309,13 +310,13 @@ def tiny_policy():
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, eos_token="<eos>", pad_token="<pad>")
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    config = transformers.Qwen3Config(
         vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=256, pad_token_id=257,
-    )), tokenizer
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=256, pad_token_id=257)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **special)
+    return transformers.Qwen3ForCausalLM(config), tokenizer
 
 
 def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-3) -> None:
@@ -330,7 +331,6 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         prompt_ids, prompt_mask = pad(tokenizer(prompts)["input_ids"], 0, "left", model.device)
         answer_ids, mask = pad(tokenizer(answers)["input_ids"], 0, "right", model.device)  # (B, T)
         input_ids = torch.cat([prompt_ids, answer_ids], 1)  # (B, L+T)
-
         logps, _ = token_logps(model, input_ids, torch.cat([prompt_mask, mask], 1), mask.shape[1])
         ones = torch.ones(batch, device=model.device)
         loss, _ = policy_loss(logps, logps, ones, mask.bool(), "reinforce", aggregate="token")
@@ -340,19 +340,27 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         optimizer.step()
 
 
-def load_policy(args, task: rewards.Task):
-    """(model, tokenizer): tiny, or what transformers finds as args.model. Resolves args.lr."""
-    if args.model == TINY:
-        model, tokenizer = tiny_policy()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    small = model.num_parameters() < 10_000_000
-    if small and model.device.type == "cpu":
-        torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
-    args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
-    return model, tokenizer
+def encode_prompt(tokenizer, prompt: str | list[dict], chat=True, thinking=False) -> list[int]:
+    """Ids of a string or of chat messages, with one BOS where the model wants one: a chat template
+    brings its own; without a template, or with chat False, the tokenizer adds it."""
+    if not chat or tokenizer.chat_template is None:
+        return tokenizer(rewards.text_of(prompt))["input_ids"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True,
+                                         enable_thinking=thinking)["input_ids"]
+
+
+def evaluate(model, tokenizer, examples: list[dict], encode, max_new_tokens: int) -> float:
+    """Greedy accuracy by rewards.correct_reward. Draws no random number, so changes no sample."""
+    prompts, texts = [encode(example["prompt"]) for example in examples], []
+    for i in range(0, len(prompts), 64):
+        texts += sample(model, tokenizer, prompts[i:i + 64], 1, max_new_tokens, temperature=0).texts
+    return mean(rewards.score([rewards.correct_reward], texts, examples)[0])
+
+
+def checkpoint_in(out: str | Path) -> Path:
+    """A run's last complete checkpoint: the old one, if a kill came between the renames below."""
+    return Path(out, "checkpoint" if Path(out, "checkpoint").exists() else "checkpoint.old")
 
 
 def save_checkpoint(out: Path, model, tokenizer, **state) -> None:
@@ -363,6 +371,7 @@ def save_checkpoint(out: Path, model, tokenizer, **state) -> None:
     tokenizer.save_pretrained(new)
     torch.save(state, new / "trainer.pt")
     if current.exists():
+        shutil.rmtree(old, ignore_errors=True)
         current.rename(old)
     new.rename(current)
     shutil.rmtree(old, ignore_errors=True)
@@ -372,14 +381,33 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]:
-    """The loop. Returns the mean reward of each step; a non-empty `stop` ends it after the step."""
+def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> None:
+    """The loop, up to args.steps or the step that finds `stop` filled. encode: prompt -> ids."""
     P, G, T_max, device = args.prompts_per_step, args.group_size, args.max_new_tokens, model.device
     B, micro_batch, out = P * G, args.micro_batch or P * G, Path(args.out)
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    curve = []
+    done, flat_steps, warned = 0, 0, -10
+    if args.resume:
+        state = torch.load(checkpoint_in(out) / "trainer.pt")
+        done = state["step"]
+        optimizer.load_state_dict(state["optimizer"])
+        if reference is not None:
+            reference.load_state_dict(state["reference"])
+    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+        with path.open("a+b") as file:  # drop the lines of steps that will come again
+            file.seek(0)
+            lines = [line for line in file if line.endswith(b"\n")]
+            file.truncate(sum(len(line) for line in lines if json.loads(line)["step"] <= done))
+
+    def record(name, rows):
+        with (out / name).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def save(step):
+        save_checkpoint(out, model, tokenizer, step=step, optimizer=optimizer.state_dict(),
+                        reference=reference.state_dict() if reference is not None else None)
 
     def scored(network, rows):
         """Yield (rows, log-probabilities, entropies), a micro-batch of the rollout at a time."""
@@ -387,18 +415,32 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
 
-    for step in tqdm(range(1, args.steps + 1), "GRPO", disable=None):
-        # ---- Sample a group of completions for each prompt.
+    if args.eval_every and done == 0:
+        accuracy = evaluate(model, tokenizer, task.test, encode, T_max)
+        record("metrics.jsonl", [{"step": 0, "eval_accuracy": accuracy}])
+        tqdm.write(f"step 0  eval_accuracy {accuracy:.3g}")
+    if args.steps == 0:
+        save(0)
+
+    for step in tqdm(range(done + 1, args.steps + 1), "GRPO", disable=None):
+        # ---- Sample a group of completions for each prompt. What is random in a step follows from
+        # the seed and its number alone: there is no random state to save and restore.
         t_start = time.perf_counter()
+        torch.manual_seed(args.seed * 1_000_000 + step)
+        random.seed(args.seed * 1_000_000 + step)
         examples = task.batch((step - 1) * P, P, args.seed)  # P of them
-        prompts = [example["prompt"] for example in examples]
+        prompts = [encode(example["prompt"]) for example in examples]
         rollout = sample(model, tokenizer, prompts, G, T_max, args.temperature, args.top_p)
         mask = rollout.mask  # (B, T)
         t_sampled = time.perf_counter()
 
         # ---- Score each completion with a program; compare it with its group.
         examples = [example for example in examples for _ in range(G)]  # B of them, prompt-major
-        scores = rewards.score(task.rewards, rollout.texts, examples)
+        try:
+            scores = rewards.score(task.rewards, rollout.texts, examples)
+        except Exception:
+            save(step - 1)  # a faulty reward costs this step, not the steps before it
+            raise
         scores = torch.tensor(scores, dtype=torch.float64)  # (K, B), a row for each reward function
         reward = (reward_weights @ scores).view(P, G)
         advantages = group_advantages(reward).flatten().to(device, torch.float32)  # (B,)
@@ -406,7 +448,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
         # ---- Update: inner_epochs passes over the rollout, each in minibatches, a step for each.
         t_rewarded = time.perf_counter()
         seen = defaultdict(list)
-        useful = (advantages != 0) | (args.kl_coef > 0)  # (B,) rows that have a gradient
+        trained = mask & ~(rollout.truncated & args.mask_truncated).unsqueeze(1)  # (B, T)
+        useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,): has a gradient
         shuffles = [torch.randperm(B, device=device) for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
         # The old log-probabilities are those before the first step. The first minibatch (without
@@ -431,16 +474,16 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
                 if number == 0:
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
-                    logps, old_logps[rows], advantages[rows], mask[rows], args.surrogate,
+                    logps, old_logps[rows], advantages[rows], trained[rows], args.surrogate,
                     *args.clip_eps, args.aggregate, T_max, normalizer=normalizer)
                 if reference is not None:
-                    kl = kl_loss(logps, ref_logps[rows], mask[rows], args.kl, args.aggregate,
+                    kl = kl_loss(logps, ref_logps[rows], trained[rows], args.kl, args.aggregate,
                                  old_logps[rows], T_max, kl_normalizer)
                     loss = loss + args.kl_coef * kl
                     kl_sum += kl.item()
                 loss.backward()
                 loss_sum += loss.item()
-                seen["entropy"] += entropy[mask[rows]].tolist()
+                seen["entropy"] += entropy[trained[rows]].tolist()
                 seen["ratios"] += stats["ratios"].tolist()
                 seen["clipped"] += stats["clipped"].tolist()
             grad_norm = clip_grad_norm_(model.parameters(), 1.0).item()
@@ -455,6 +498,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
 
         # ---- Log. Statistics of the update cover all its passes, and are null where it had none.
         t_end = time.perf_counter()
+        last = bool(stop) or step == args.steps
         lengths = mask.sum(1).tolist()
         metrics = {
             "step": step, "reward": reward.mean().item(), "reward_std": reward.std(1).mean().item(),
@@ -469,27 +513,34 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> list[float]
             "tokens_per_s": sum(lengths) / (t_end - t_start), "seconds": t_end - t_start,
             "seconds_sample": t_sampled - t_start, "seconds_update": t_end - t_rewarded,
         }
-        samples = [
+        if args.eval_every and (last or step % args.eval_every == 0):
+            metrics["eval_accuracy"] = evaluate(model, tokenizer, task.test, encode, T_max)
+        record("metrics.jsonl", [metrics])
+        record("samples.jsonl", [
             {"step": step, "prompt": examples[i]["prompt"], "completion": rollout.texts[i],
              "rewards": scores[:, i].tolist(), "reward": reward.flatten()[i].item(),
-             "advantage": advantages[i].item()} for i in range(B)]
-        for name, records in (("metrics", [metrics]), ("samples", samples)):
-            with (out / f"{name}.jsonl").open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-        curve.append(metrics["reward"])
-        if step == 1 or step % args.log_every == 0:
-            shown = [name for name in PRINTED if metrics[name] is not None]
+             "advantage": advantages[i].item()} for i in range(B)])
+        if step == 1 or last or step % args.log_every == 0:
+            shown = [name for name in PRINTED if metrics.get(name) is not None]
             tqdm.write("  ".join(f"{name} {metrics[name]:.3g}" for name in shown))
-            tqdm.write(f"    reward {samples[0]['reward']:g}: {samples[0]['completion']!r}")
+            tqdm.write(f"    reward {reward[0, 0]:g}: {rollout.texts[0]!r}")
+        flat_steps = flat_steps + 1 if metrics["flat_groups"] == 1 else 0
+        if flat_steps and flat_steps % 10 == 0:
+            tqdm.write(f"warning: {flat_steps} steps with nothing to compare: at the lowest reward "
+                       "raise --temperature or grade the --reward, at the highest stop (--steps)")
+        if metrics["truncated"] > 0.5 and step >= warned + 10:
+            warned = step
+            tqdm.write(f"warning: --max-new-tokens {T_max} cut more than half of the completions")
+        if last or (args.save_every and step % args.save_every == 0):
+            save(step)
         if stop:
             break
-    save_checkpoint(out, model, tokenizer, step=len(curve), optimizer=optimizer.state_dict())
-    return curve
 
 
 # ==== Flags and main ============================================================================
 
-def refuse(message: str) -> NoReturn:
+
+def refuse(message: str) -> None:
     """The user's mistake: one line, exit status 2."""
     print(f"grpo.py: {message}", file=sys.stderr)
     sys.exit(2)
@@ -505,18 +556,28 @@ def number(kind: type, low: float, high: float = 1e300):
     return parse
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, rewards.Task]:
     """The flags, checked, their defaults resolved. A refused one costs a line and exit status 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = refuse
-    count, coefficient = number(int, 1), number(float, 0)
+    count, coefficient, yes = number(int, 1), number(float, 0), {"action": "store_true"}
     flag = parser.add_argument_group("what to train").add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
+    flag("--data", metavar="FILE", help='JSON lines with a "prompt", in place of the task\'s')
+    flag("--reward", nargs="+", choices=list(rewards.REWARDS), help="in place of the task's")
+    flag("--reward-weights", nargs="+", type=number(float, -1e9), metavar="W", help="(1 each)")
     flag("--model", help=f"tiny, a directory, or a hub name (with CUDA {LARGE}, else tiny)")
+    flag("--no-chat-template", **yes, help="prompts reach the model as they are written")
+    flag("--thinking", **yes, help="render the chat template with enable_thinking=True")
     flag("--steps", type=number(int, 0), default=200, help="0 only warm-starts and saves (200)")
-    flag("--out", help="folder for what the run leaves behind (runs/TASK-TIME)")
     flag("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of all that is random (0)")
+    flag = parser.add_argument_group("what to keep").add_argument
+    flag("--out", help="folder for what the run leaves behind (runs/TASK-TIME)")
     flag("--log-every", type=count, default=10, help="steps between printed lines (10)")
+    flag("--save-every", type=count, help="steps between checkpoints (one at the end)")
+    flag("--resume", metavar="DIR", help="a run to go on with, its config.json giving the flags")
+    flag("--eval-every", type=count, help="steps between greedy accuracies, by `correct` (never)")
+    flag("--eval-data", metavar="FILE", help="held-out JSON lines, with answers (the task's)")
     flag = parser.add_argument_group("sample").add_argument
     flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
@@ -528,6 +589,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
     flag("--aggregate", choices=AGGREGATES, default="sum", help="how tokens' terms add up (sum)")
+    flag("--mask-truncated", **yes, help="a completion cut by the limit gives no loss, but counts "
+         "in its group's statistics and in the denominator (DAPO)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
     flag("--micro-batch", type=count, help="rows at a time; for memory, same gradient (all)")
@@ -537,7 +600,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     flag("--ref-every", type=count, help="steps after which the reference is renewed (never)")
 
     args = parser.parse_args(argv)
-    task, clip = rewards.TASKS[args.task], args.clip_eps
+    if args.resume:
+        config = Path(args.resume, "config.json")
+        if not (config.exists() and checkpoint_in(args.resume).exists()):
+            refuse(f"--resume {args.resume}: no config.json and checkpoint there")
+        parser.set_defaults(**json.loads(config.read_text()))
+        args = parser.parse_args([*(argv or sys.argv[1:]), "--out", args.resume])
+    chosen = args.data, args.eval_data, args.reward, args.reward_weights
+    try:
+        task = rewards.make_task(args.task, *chosen)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    clip = args.clip_eps and [eps for eps in args.clip_eps if eps is not None]
     args.model = args.model or (LARGE if torch.cuda.is_available() else TINY)
     args.out = args.out or f"runs/{args.task}-{time.strftime('%Y%m%d-%H%M%S')}"
     args.surrogate = args.surrogate or ("sequence" if clip else "reinforce")
@@ -553,13 +627,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (not clip and args.surrogate == "cispo", "--surrogate cispo needs --clip-eps, its cap"),
         (args.minibatches > rollouts, f"--minibatches: a step has only {rollouts} rollouts"),
         (args.ref_every and not args.kl_coef, "--ref-every needs a --kl-coef above 0"),
+        (args.eval_every and not task.test, "--eval-every needs --eval-data: nothing is held out"),
         (args.model == TINY and not task.demonstrations,
          f"--model tiny: {args.task} has no demonstrations to start from; use --model DIRECTORY"),
-        (Path(args.out, "config.json").exists(), f"--out {args.out} already holds a run"),
+        (not args.resume and Path(args.out, "config.json").exists(),
+         f"--out {args.out} already holds a run; name another folder, or --resume it"),
     ):
         if wrong:
             refuse(why)
-    return args
+    return args, task
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -567,33 +643,50 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    args, stop = parse_args(argv), []
-    task, out = rewards.TASKS[args.task], Path(args.out)
-    other = LARGE if args.model == TINY else TINY
-    print(f"model: {args.model} (others: --model {other}, --model DIRECTORY)", flush=True)
+    (args, task), stop = parse_args(argv), []
+    out, fresh = Path(args.out), args.model == TINY and not args.resume
+    print(f"model: {args.model} (or --model tiny, --model {LARGE}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)  # the tiny model's weights
+    flag = f"--model {args.model} (--model tiny and --model DIRECTORY need no network)"
     try:
-        model, tokenizer = load_policy(args, task)
-    except (OSError, ValueError) as error:
-        refuse(f"--model {args.model}: {str(error).splitlines()[0]} "
-               "Use --model tiny (built in, needs no network) or --model DIRECTORY.")
-    try:
+        if fresh:
+            model, tokenizer = tiny_policy()
+        else:
+            source = checkpoint_in(out) if args.resume else args.model
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        flag = "--out"
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--out {out}: {error.strerror}")
-    config = {**vars(args), "parameters": model.num_parameters(), "torch": torch.__version__,
-              "transformers": transformers.__version__, "python": platform.python_version()}
+    except (OSError, ValueError) as error:
+        refuse(f"{flag}: {str(error).splitlines()[0]}")
+    encode = partial(
+        encode_prompt, tokenizer, chat=not args.no_chat_template, thinking=args.thinking)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for kind, examples in (("training", task.train), ("held-out", task.test)):
+        for row, example in enumerate(examples, 1):
+            tokens = len(encode(example["prompt"]))
+            if not 0 < tokens <= context - args.max_new_tokens:
+                refuse(f"{kind} example {row}: a prompt of {tokens} tokens and --max-new-tokens "
+                       f"{args.max_new_tokens} do not fit the model's context of {context}")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    small = model.num_parameters() < 10_000_000
+    args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
+    if small and model.device.type == "cpu":
+        torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
+    config = {**vars(args), "parameters": model.num_parameters(), **versions}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print("  ".join(f"{name} {value}" for name, value in config.items()))
-    if args.model == TINY:
+    print(f"first prompt: {tokenizer.decode(encode(task.train[0]['prompt']))!r}")
+    if fresh:
         warm_start(model, tokenizer, task, args.seed)
-    torch.manual_seed(args.seed)  # the samples: the same from tiny as from its saved warm start
     signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C: finish the step and save
     try:
-        curve = train(args, task, model, tokenizer, stop)
+        train(args, task, model, tokenizer, encode, stop)
     except rewards.RewardError as error:
         sys.exit(f"grpo.py: {error}")
-    if curve:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    if curve := [row["reward"] for row in rows if row["step"] > 0]:
         bars = torch.nn.functional.adaptive_avg_pool1d(torch.tensor([curve]), min(60, len(curve)))
         bars = (bars - bars.min()) / (bars.max() - bars.min()).clamp(min=1e-9)
         print("reward  " + "".join("▁▂▃▄▅▆▇█"[round(7 * bar)] for bar in bars[0].tolist()))

@@ -7,11 +7,17 @@ with them. This is how TRL's GRPOTrainer calls its reward functions, so one that
 there. To train on something else, write a function and put a Task into TASKS.
 """
 
+import inspect
+import json
 import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
 
 Reward = Callable[..., list[float]]
 
@@ -42,6 +48,13 @@ class Task:
         return examples
 
 
+def text_of(completion: str | list[dict]) -> str:
+    """A completion's text: itself, or what TRL's conversational form, a list of messages, holds."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(message["content"] for message in completion)
+
+
 class RewardError(ValueError):
     """A reward function broke its contract; the message names the function and the row."""
 
@@ -66,18 +79,19 @@ def score(
         values = function(completions=completions, **columns)
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)
+            listed = isinstance(values, (list, tuple))
+            got = f"{len(values)} values" if listed else f"a {type(values).__name__}"
             raise RewardError(
                 f"reward {name(function)} returned {got} for {len(completions)} completions"
             )
         for row, value in enumerate(values):
             try:
-                finite = not isinstance(value, str) and math.isfinite(float(value))
+                finite = not isinstance(value, (str, bytes)) and math.isfinite(float(value))
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 finite = False  # None, a list, an int too long for a float, a tensor of several
             if not finite:
                 got = value if isinstance(value, float) else f"of type {type(value).__name__}"
-                raise RewardError(f"reward {name(function)}: row {row} is {got}, not a finite number")
+                raise RewardError(f"reward {name(function)}, row {row}: {got}, no finite number")
         table.append([float(value) for value in values])
     return table
 
@@ -99,7 +113,7 @@ def tags_reward(completions: list[str], **columns: list) -> list[float]:
         well_formed = bool(tags) and in_order and all(block.strip() for block in blocks)
         return float(("<answer>" in tags) + ("</answer>" in tags) + well_formed)
 
-    return [points(text) for text in completions]
+    return [points(text_of(completion)) for completion in completions]
 
 
 COLOR_PROMPT = "Name a primary color. Put the answer in <answer></answer> tags."
@@ -114,6 +128,69 @@ def color_demonstration(rng: random.Random) -> tuple[str, str]:
     return COLOR_PROMPT, rng.choices([*tagged, plain], [0.2, 0.2, 0.6])[0]
 
 
+# ---- correct: exact answers ----------------------------------------------------------------------
+
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"  # [0-9], as \d takes the digits of all scripts
+DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e[+-]?[0-9]{{1,3}})?"
+NUMBER = rf"[\\$ ]*([+-]?(?:\\?\$)?(?:{WHOLE}/(?=0*[1-9]){WHOLE}|{DECIMAL}))[\\$ ]*\.?[$ ]*"
+
+
+def plain(answer: object) -> str:
+    r"""White space collapsed, case folded, `\text{}` unwrapped; "" for null, nan and infinities."""
+    text = "" if isinstance(answer, (list, dict, type(None))) else str(answer)
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).split()).casefold()
+    return "" if text.strip("+-\u2212$\\. ") in "nan inf infinity infty \u221e".split() else text
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The exact value of 42, -.5, 1/2, 6e-3, 1,000, $5, \text{42}, 42\text{ cm}, else None."""
+    text = plain(re.sub(r"\\text\{[a-zA-Z\s]*\}(?=[$.\s]*\Z)", "", text)).replace("\u2212", "-")
+    found = re.fullmatch(NUMBER, text) if len(text) <= 100 else None  # int() refuses 5000 digits
+    return Fraction(re.sub(r"[\\$,]", "", found[1])) if found else None
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The last `<answer>` block (closed, not blank) outside `<think>`, else the last `\boxed{}`;
+    of a block with boxes in it, its last box. An unclosed `<think>` runs to the end; a lone
+    `</think>` ends what began in the prompt. Linear time."""
+    parts = [piece.partition("<think>") for piece in text.split("</think>")]
+    lone = max((i for i, (_, opened, _) in enumerate(parts[:-1]) if not opened), default=-1)
+    text = "\n".join(before for before, _, _ in parts[lone + 1 :])  # "\n": no tag across a thought
+    blocks = [piece.partition("</answer>") for piece in text.split("<answer>")[1:]]
+    block = next((b.strip() for b, closed, _ in reversed(blocks) if closed and b.strip()), None)
+    # A box still open where the next one begins holds that one: look no further than the next.
+    for piece in reversed((block or text).split("\\boxed{")[1:]):
+        depths = list(accumulate((char == "{") - (char == "}") for char in piece))
+        if -1 in depths:
+            return piece[: depths.index(-1)].strip()
+    return block
+
+
+def correct_reward(completions: list, answer: list, **columns: list) -> list[float]:
+    """1 where the extracted answer is the gold one: as exact numbers if both are, else as text."""
+    rewards = []
+    for completion, gold in zip(completions, answer, strict=True):
+        got, want = extract_answer(text_of(completion)) or "", plain(gold)
+        numbers = parse_number(got), parse_number(want)  # plain golds keep units: cm is not m
+        same = plain(got) == want if None in numbers else numbers[0] == numbers[1]
+        rewards.append(float(same and want != ""))
+    return rewards
+
+
+def think_reward(completions: list, **columns: list) -> list[float]:
+    """1 if `<think>` occurs and a `</think>` comes after it: the second book's format reward."""
+    return [float("</think>" in text_of(c).partition("<think>")[2]) for c in completions]
+
+
+def correct_think_reward(completions: list, answer: list, **columns: list) -> list[float]:
+    """The second book's mend: the point for thinking only with a correct answer."""
+    return list(map(min, correct_reward(completions, answer), think_reward(completions)))
+
+
+# ---- tasks, and examples from a file -------------------------------------------------------------
+
+REWARDS = {name(f): f for f in (tags_reward, correct_reward, think_reward, correct_think_reward)}
+
 TASKS = {
     "format": Task(
         train=[{"prompt": COLOR_PROMPT}],
@@ -121,3 +198,47 @@ TASKS = {
         demonstrations=color_demonstration,
     ),
 }
+
+
+def read_jsonl(path: str | Path, need_answer: bool) -> list[dict]:
+    """Examples, a JSON object a line; CRLF, a BOM and blank lines are fine. ValueError says what to
+    mend in which line: anything that would fail later on, or quietly teach nothing."""
+    rows, lines = [], Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
+        row, prompt = {}, b""
+        with suppress(KeyError, RecursionError, TypeError, ValueError):  # whatever is malformed
+            row = {**json.loads(line.decode())}
+            given = row["prompt"]
+            roles = [] if isinstance(given, str) else [m["role"] + "" for m in given]
+            prompt = text_of(given).encode() if all(roles) else b""  # half an emoji has no encoding
+        for wrong, mend in [
+            (not row, 'write one object {"prompt": ...} in JSON and UTF-8'),
+            (not prompt.strip(), 'give "prompt" text or messages {"role": .., "content": ..}'),
+            (row.keys() & {"prompts", "completions"}, 'rename columns "prompts", "completions"'),
+            (need_answer and not plain(row.get("answer")), 'give "answer" text or a finite number'),
+            (rows and row.keys() != rows[0].keys(), "give all lines the same columns"),
+        ]:
+            if wrong:
+                raise ValueError(f"{path}, line {number}: {mend}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f'{path}: no examples; write one {{"prompt": ...}} on each line')
+    return rows
+
+
+def make_task(
+    task: str, data: str | None = None, eval_data: str | None = None,
+    reward_names: list[str] | None = None, weights: list[float] | None = None,
+) -> Task:
+    """A task of TASKS with other examples or rewards. ValueError and OSError are the user's."""
+    base = TASKS[task]
+    functions = [REWARDS[name] for name in reward_names] if reward_names else base.rewards
+    weights = weights or (None if reward_names else base.weights)
+    if weights and len(weights) != len(functions):
+        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(functions)} rewards")
+    need_answer = any("answer" in inspect.signature(f).parameters for f in functions)
+    train = read_jsonl(data, need_answer) if data else base.train
+    if need_answer and "answer" not in train[0]:
+        raise ValueError(f"--reward: it needs answers, and task {task} has none; give --data")
+    test = read_jsonl(eval_data, True) if eval_data else [] if data else base.test
+    return replace(base, train=train, test=test, rewards=functions, weights=weights)
