@@ -3,10 +3,8 @@
 
     python grpo.py                   a model learns to write answer tags, in a minute on a CPU
     python grpo.py --clip-eps 10     the same with a clipped policy ratio; rollouts are used twice
-    python grpo.py --kl-coef 0.02    the same, held near the model that it started from
 
 One training step, in the order of this file:
-
     1. sample            G completions of one prompt, drawn from the policy: the group
     2. rewards.score     a program gives each completion a number
     3. group_advantages  how much better than its group is each completion?
@@ -15,21 +13,20 @@ One training step, in the order of this file:
     6. train             backward, clip the gradient norm, AdamW; then sample again
 
 Departures from the two books (README: "Where the sources and the arithmetic part ways"):
-
   - The clip is PPO's min(r A, clip(r) A), on both sides; the second book's code clips above only.
-  - With a clip a rollout is used twice, as in the first book (used once, the ratio is 1 and nothing
-    is clipped); the second book draws another group from the frozen policy instead.
+  - With a clip a rollout is used twice (the first book's reuse); the second book samples anew.
   - Scoring uses the temperature that sampled; the second book samples at 0.8 and scores at 1.
   - A step with nothing to compare is skipped: under Adam, momentum alone would move the weights.
   - The KL term is k3. The second book's, --kl k1, has a gradient without the reference in it.
   - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
+
+Shapes: P prompts, G completions each, B = P*G rows, L prompt and T completion tokens, V vocabulary.
 """
 
 import argparse
 import contextlib
 import copy
 import json
-import logging
 import math
 import random
 import shutil
@@ -38,53 +35,42 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils import clip_grad_norm_, rnn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 import rewards
 
-# Shapes: P prompts, G completions each, B = P*G rows (prompt 0's G rows first), L prompt tokens,
-# T completion tokens, V vocabulary.
-
 # ==== 1. Sample: a group of completions for each prompt, each ending at its first EOS ===========
-
 
 @dataclass
 class Rollout:
     """What the policy wrote, as token ids. The texts are for rewards and never encoded again."""
-
     input_ids: Tensor  # (B, L+T) prompts padded on the left, completions on the right
     attention_mask: Tensor  # (B, L+T) 1 for real tokens
     mask: Tensor  # (B, T) bool: completion tokens up to and including the first EOS
     texts: list[str]  # B completions, without the EOS
     truncated: Tensor  # (B,) bool: stopped by max_new_tokens, not by an EOS
 
-
 def completion_mask(completion_ids: Tensor, eos_ids) -> Tensor:
     """True up to and including the first EOS, all True where there is none: (B, T) bool.
-
     eos_ids: an int or a collection of ints. Going by EOS and not by padding keeps the real EOS in
-    the loss where pad and EOS are the same token. (First book: the completion mask.)
-    """
+    the loss where pad and EOS are the same token. (First book: the completion mask.)"""
     eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_ids))
     return is_eos.cumsum(1) - is_eos.long() == 0  # no EOS strictly before this position
 
-
 def pad(rows: list[list[int]], pad_id: int, side: str, device) -> tuple[Tensor, Tensor]:
     """Lists of ids -> (ids, attention mask), both (B, longest), padded on one side."""
-    ids = pad_sequence([torch.tensor(row) for row in rows], True, -1, padding_side=side).to(device)
+    ids = rnn.pad_sequence([torch.tensor(row) for row in rows], True, -1, side).to(device)
     return ids.masked_fill(ids < 0, pad_id), (ids >= 0).long()
-
 
 @contextlib.contextmanager
 def fixed_network(model):
@@ -97,17 +83,13 @@ def fixed_network(model):
     finally:
         model.train(training)
 
-
 @torch.no_grad()
 def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
-    """Draw group_size completions of each prompt (a string or a list of token ids), prompt-major;
-    temperature 0 is greedy.
-
-    `generate` takes what it is not told (top_k, repetition penalty, ...) from the model's own
-    generation config and would sample from another distribution than token_logps scores. So that
-    config is set aside meanwhile; only its EOS ids count, beside the tokenizer's.
-    """
+    """Draw group_size completions of each prompt (text or token ids), prompt-major; temperature 0
+    is greedy. `generate` takes what it is not told (top_k, repetition penalty, ...) from the own
+    generation config of the model, and would sample from another distribution than token_logps
+    scores: so that config is set aside, but for its EOS ids, which count beside the tokenizer's."""
     own_config = model.generation_config
     eos_ids = own_config.eos_token_id  # None, an int or a list
     eos_ids = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])}
@@ -116,17 +98,14 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     rows = [ids for ids in prompts for _ in range(group_size)]
     prompt_ids, prompt_mask = pad(rows, pad_id, "left", model.device)  # (B, L)
-
     model.generation_config = GenerationConfig(eos_token_id=eos_ids or None, pad_token_id=pad_id)
-    settings = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
-    settings = settings if temperature > 0 else dict(do_sample=False)
     try:
         with fixed_network(model):
-            input_ids = model.generate(prompt_ids, attention_mask=prompt_mask,
-                                       max_new_tokens=max_new_tokens, **settings)  # (B, L+T)
+            input_ids = model.generate(
+                prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, top_k=0,
+                do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p)  # (B, L+T)
     finally:
         model.generation_config = own_config
-
     completion_ids = input_ids[:, prompt_ids.shape[1]:]  # (B, T)
     mask = completion_mask(completion_ids, eos_ids)
     truncated = ~torch.isin(completion_ids, completion_ids.new_tensor(eos_ids)).any(1)
@@ -134,10 +113,7 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
     texts = [tokenizer.decode(row[:end]) for row, end in zip(completion_ids.tolist(), ends)]
     return Rollout(input_ids, torch.cat([prompt_mask, mask.long()], 1), mask, texts, truncated)
 
-
-# ==== 2. Reward: a program scores each completion; see rewards.py ===============================
-# ==== 3. Compare: the group is its own baseline =================================================
-
+# ==== 2. Reward (rewards.score, in rewards.py) and 3. Compare: the group is its own baseline ====
 
 def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> Tensor:
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
@@ -145,8 +121,7 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
     Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not
-    0 but 8e-9, and rounding over rounding would pass for an advantage. ValueError for G < 2.
-    """
+    0 but 8e-9, and rounding over rounding would pass for an advantage. ValueError for G < 2."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -154,31 +129,25 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     flat = (rewards == rewards[:, :1]).all(1, keepdim=True)  # (P, 1)
     return ((rewards - rewards.mean(1, keepdim=True)) / spread).masked_fill(flat, 0.0)
 
-
 # ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
-
 
 def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len: int,
                 temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
-
     l_t = z_t[token_t] - logsumexp(z_t), z = logits / temperature: the temperature that sampled, or
     it would be another policy's. Both float32 (B, T); gradients flow through l alone. input_ids
-    and attention_mask (B, L+T): prompts padded on the left, then completions. (First book, 7.)
-    """
+    and attention_mask (B, L+T): prompts padded on the left, then completions. (First book, 7.)"""
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     with fixed_network(model):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False,
                        position_ids=position_ids, logits_to_keep=completion_len + 1).logits
-    # Logits predict the next token: the first completion token is scored at the last position of
-    # the prompt, and the logits at the very last position score nothing.
+    # Logits predict the next token: the prompt's last position scores the first completion token.
     logits = logits[:, -completion_len - 1:-1].float() / temperature  # (B, T, V)
     tokens = input_ids[:, -completion_len:].unsqueeze(2)  # (B, T, 1)
     logps = logits.gather(2, tokens).squeeze(2) - logits.logsumexp(2)
     with torch.no_grad():
         entropy = torch.special.entr(logits.softmax(2)).sum(2)
     return logps, entropy
-
 
 # ==== 5. Update: the surrogate, its aggregation, the KL term ====================================
 
@@ -187,40 +156,33 @@ PER_COMPLETION = ("sequence", "gspo")  # have a term for each completion, the ot
 AGGREGATES = ("sum", "mean", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "weighted")
 
-
 def denominator(mask: Tensor, aggregate: str, max_len: int | None = None):
     """What `aggregate_terms` divides by, from the (B, T) mask of all rows of an update."""
-    if aggregate == "constant" and max_len is None:
-        raise ValueError("aggregate 'constant' needs max_len")
-    B, tokens = len(mask), mask.sum().clamp(min=1)
-    return {"sum": B, "mean": B, "token": tokens, "constant": B * (max_len or 0)}[aggregate]
-
+    if aggregate == "token":
+        return mask.sum().clamp(min=1)
+    return len(mask) * {"sum": 1, "mean": 1, "constant": max_len}[aggregate]
 
 def aggregate_terms(terms, mask, aggregate="sum", max_len=None, normalizer=None) -> Tensor:
     """(B, T) terms -> scalar. What is masked counts for nothing, even if it is NaN.
-
     "sum":      mean over completions of the sum over tokens (both books)
     "mean":     mean over completions of the mean over tokens (DeepSeekMath's GRPO)
     "token":    sum over all tokens / number of tokens (DAPO)
     "constant": sum over all tokens / (B * max_len) (Dr. GRPO)
-    normalizer: the whole update's denominator, so that its micro-batches add up to it.
-    """
+    normalizer: the whole update's denominator, so that its micro-batches add up to it."""
     terms = torch.where(mask, terms, 0.0)
     if aggregate == "mean":
         terms = terms / mask.sum(1, keepdim=True).clamp(min=1)
     return terms.sum() / (normalizer or denominator(mask, aggregate, max_len))
 
-
 def policy_loss(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
-    surrogate: str = "reinforce", clip_eps: float | None = None,
-    clip_eps_high: float | None = None, aggregate: str = "sum",
-    max_len: int | None = None, weights: Tensor | None = None, normalizer=None,
+    surrogate: str = "reinforce", clip_eps: float | None = None, clip_eps_high: float | None = None,
+    aggregate: str = "sum", max_len: int | None = None, weights: Tensor | None = None,
+    normalizer=None,
 ) -> tuple[Tensor, dict]:
     """The loss that makes completions better than their group likelier, and worse ones less so.
 
     Its terms; A advantage, l log-probability, lo = clip_eps, hi = clip_eps_high or else clip_eps:
-
     "reinforce"  token       -A l                              Williams 1992; the first book
     "sequence"   completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book, 7.4
     "token"      token       the same                          r = exp(l - old); PPO, DeepSeekMath
@@ -234,15 +196,13 @@ def policy_loss(
 
     stats: for each term but padding, ratios (the surrogate's, before the clip; for reinforce the
     sequence's) and clipped (the clip took the gradient; cispo: capped the weight); over these,
-    ratio_mean, ratio_max and clip_frac.
-    """
+    ratio_mean, ratio_max and clip_frac."""
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
     hi = lo if clip_eps_high is None else clip_eps_high
     # Masked before exp: a where() after it would still send NaN backward.
     logps, old_logps = torch.where(mask, logps, 0.0), torch.where(mask, old_logps, 0.0).detach()
     lengths = mask.sum(1, keepdim=True)  # (B, 1)
-
     log_ratio, active = logps - old_logps, mask  # (B, T)
     if surrogate not in ("token", "cispo"):
         log_ratio, active = log_ratio.sum(1, keepdim=True), lengths > 0  # (B, 1)
@@ -261,33 +221,26 @@ def policy_loss(
         raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
 
     if weights is not None:
-        weights = torch.where(mask, weights, 0.0)
-        average = weights.sum(1, keepdim=True) / lengths.clamp(min=1)  # (B, 1)
+        average = torch.where(mask, weights, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1)
         terms = terms * (average if surrogate in PER_COMPLETION else weights)
     if surrogate in PER_COMPLETION:
         mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
     loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
-    ratio_max = ratios.amax() if len(ratios) else ratios.mean()  # NaN where all is masked
     return loss, {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
-                  "ratio_max": ratio_max, "clip_frac": clipped.mean()}
-
+                  "ratio_max": max(ratios.tolist(), default=math.nan), "clip_frac": clipped.mean()}
 
 def kl_loss(
     logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: str = "k3", aggregate: str = "sum",
     old_logps: Tensor | None = None, max_len: int | None = None, normalizer=None,
 ) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
-
     With d = ref - l, per token, aggregated like the policy loss:
-
     "k1"        -d               the second book's; its gradient does not contain the reference
     "k2"        d^2 / 2          for one token, on average, the gradient of KL(policy || reference)
     "k3"        exp(d) - d - 1   that of KL(reference || policy); never negative; DeepSeekMath
     "weighted"  exp(l - old) k3  that of KL(policy || reference), off-policy too; DeepSeek-V3.2
-
-    old_logps are the sampling policy's, for "weighted" (None: logps). d is clamped to +-20 in k3.
-    """
+    old_logps are the sampling policy's, for "weighted" (None: logps). k3 clamps d to +-20."""
     logps, ref_logps = torch.where(mask, logps, 0.0), torch.where(mask, ref_logps, 0.0).detach()
     old_logps = logps.detach() if old_logps is None else torch.where(mask, old_logps, 0.0).detach()
     d = ref_logps - logps  # (B, T)
@@ -296,13 +249,11 @@ def kl_loss(
     terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": weighted}[estimator]
     return aggregate_terms(terms, mask, aggregate, max_len, normalizer)
 
-
 # ==== 6. Train: a policy, and one flat loop =====================================================
 
 TINY, LARGE = "tiny", "Qwen/Qwen3-0.6B"
 PRINTED = ("step", "reward", "eval_accuracy", "flat_groups", "loss", "kl", "grad_norm",
            "ratio_mean", "clip_frac", "entropy", "length", "truncated", "seconds")
-
 
 def tiny_policy():
     """(model, tokenizer): Qwen3's architecture at 0.5 million parameters, a token for each byte."""
@@ -311,13 +262,12 @@ def tiny_policy():
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
     special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **special)
     config = transformers.Qwen3Config(
         vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=256, pad_token_id=257)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **special)
     return transformers.Qwen3ForCausalLM(config), tokenizer
-
 
 def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-3) -> None:
     """Supervised fine-tuning on the task's demonstrations: GRPO's update, only that completions
@@ -339,58 +289,30 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-
-def encode_prompt(tokenizer, prompt: str | list[dict], chat=True, thinking=False) -> list[int]:
+def encode_prompt(tokenizer, prompt: str | list[dict], args) -> list[int]:
     """Ids of a string or of chat messages, with one BOS where the model wants one: a chat template
-    brings its own; without a template, or with chat False, the tokenizer adds it."""
-    if not chat or tokenizer.chat_template is None:
+    brings its own; without a template, or with --no-chat-template, the tokenizer adds it."""
+    if args.no_chat_template or tokenizer.chat_template is None:
         return tokenizer(rewards.text_of(prompt))["input_ids"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True,
-                                         enable_thinking=thinking)["input_ids"]
-
-
-def evaluate(model, tokenizer, examples: list[dict], encode, max_new_tokens: int) -> float:
-    """Greedy accuracy by rewards.correct_reward. Draws no random number, so changes no sample."""
-    prompts, texts = [encode(example["prompt"]) for example in examples], []
-    for i in range(0, len(prompts), 64):
-        texts += sample(model, tokenizer, prompts[i:i + 64], 1, max_new_tokens, temperature=0).texts
-    return mean(rewards.score([rewards.correct_reward], texts, examples)[0])
-
-
-def checkpoint_in(out: str | Path) -> Path:
-    """A run's last complete checkpoint: the old one, if a kill came between the renames below."""
-    return Path(out, "checkpoint" if Path(out, "checkpoint").exists() else "checkpoint.old")
-
-
-def save_checkpoint(out: Path, model, tokenizer, **state) -> None:
-    """Write beside the old checkpoint, then take its place: a complete one is always there."""
-    new, current, old = (out / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
-    shutil.rmtree(new, ignore_errors=True)
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
-    torch.save(state, new / "trainer.pt")
-    if current.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        current.rename(old)
-    new.rename(current)
-    shutil.rmtree(old, ignore_errors=True)
-
+                                         enable_thinking=args.thinking)["input_ids"]
 
 def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
-
-def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> None:
-    """The loop, up to args.steps or the step that finds `stop` filled. encode: prompt -> ids."""
+def train(args, task: rewards.Task, model, tokenizer, stop: list) -> None:
+    """The loop, up to args.steps or the step that finds `stop` filled."""
     P, G, T_max, device = args.prompts_per_step, args.group_size, args.max_new_tokens, model.device
-    B, micro_batch, out = P * G, args.micro_batch or P * G, Path(args.out)
+    B, micro_batch = P * G, args.micro_batch or P * G
+    out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
+    clip_low, clip_high = ((args.clip_eps or [None]) * 2)[:2]  # one EPS stands for both
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    done, flat_steps, warned = 0, 0, -10
+    done, flat_steps = 0, 0
     if args.resume:
-        state = torch.load(checkpoint_in(out) / "trainer.pt")
+        state = torch.load(checkpoint / "trainer.pt")
         done = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         if reference is not None:
@@ -405,46 +327,55 @@ def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> Non
         with (out / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def save(step):
-        save_checkpoint(out, model, tokenizer, step=step, optimizer=optimizer.state_dict(),
-                        reference=reference.state_dict() if reference is not None else None)
+    def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
+        new, old = out / "checkpoint.new", out / "checkpoint.old"
+        shutil.rmtree(new, ignore_errors=True)
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        torch.save({"step": step, "optimizer": optimizer.state_dict(),
+                    "reference": reference and reference.state_dict()}, new / "trainer.pt")
+        shutil.rmtree(old, ignore_errors=True)
+        if checkpoint.exists():
+            checkpoint.rename(old)
+        new.rename(checkpoint)
+        shutil.rmtree(old, ignore_errors=True)
 
-    def scored(network, rows):
-        """Yield (rows, log-probabilities, entropies), a micro-batch of the rollout at a time."""
+    def scored(network, rows):  # yields (rows, log-probabilities, entropies) by micro-batches
         for part in rows.split(micro_batch) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
 
-    if args.eval_every and done == 0:
-        accuracy = evaluate(model, tokenizer, task.test, encode, T_max)
-        record("metrics.jsonl", [{"step": 0, "eval_accuracy": accuracy}])
-        tqdm.write(f"step 0  eval_accuracy {accuracy:.3g}")
-    if args.steps == 0:
-        save(0)
+    def accuracy():  # greedy, on the held-out examples; draws no random number
+        prompts, texts = [encode_prompt(tokenizer, e["prompt"], args) for e in task.test], []
+        for i in range(0, len(prompts), 64):
+            texts += sample(model, tokenizer, prompts[i:i + 64], 1, T_max, temperature=0).texts
+        return mean(rewards.score([rewards.correct_reward], texts, task.test)[0])
 
+    if args.eval_every and done == 0:
+        record("metrics.jsonl", [{"step": 0, "eval_accuracy": accuracy()}])
+    step = done  # where --steps asks for no more
     for step in tqdm(range(done + 1, args.steps + 1), "GRPO", disable=None):
-        # ---- Sample a group of completions for each prompt. What is random in a step follows from
-        # the seed and its number alone: there is no random state to save and restore.
+        # ---- Sample a group of completions for each prompt.
         t_start = time.perf_counter()
-        torch.manual_seed(args.seed * 1_000_000 + step)
-        random.seed(args.seed * 1_000_000 + step)
+        for reseed in (torch.manual_seed, random.seed):  # so that a resumed run needs no more state
+            reseed(args.seed * 1_000_000 + step)
         examples = task.batch((step - 1) * P, P, args.seed)  # P of them
-        prompts = [encode(example["prompt"]) for example in examples]
+        prompts = [encode_prompt(tokenizer, example["prompt"], args) for example in examples]
         rollout = sample(model, tokenizer, prompts, G, T_max, args.temperature, args.top_p)
         mask = rollout.mask  # (B, T)
         t_sampled = time.perf_counter()
-
         # ---- Score each completion with a program; compare it with its group.
         examples = [example for example in examples for _ in range(G)]  # B of them, prompt-major
         try:
             scores = rewards.score(task.rewards, rollout.texts, examples)
-        except Exception:
+        except Exception as error:
             save(step - 1)  # a faulty reward costs this step, not the steps before it
+            if isinstance(error, rewards.RewardError):
+                sys.exit(f"grpo.py: {error}")
             raise
         scores = torch.tensor(scores, dtype=torch.float64)  # (K, B), a row for each reward function
         reward = (reward_weights @ scores).view(P, G)
         advantages = group_advantages(reward).flatten().to(device, torch.float32)  # (B,)
-
         # ---- Update: inner_epochs passes over the rollout, each in minibatches, a step for each.
         t_rewarded = time.perf_counter()
         seen = defaultdict(list)
@@ -452,8 +383,7 @@ def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> Non
         useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,): has a gradient
         shuffles = [torch.randperm(B, device=device) for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
-        # The old log-probabilities are those before the first step. The first minibatch (without
-        # --minibatches, the whole rollout) has them in its own first pass.
+        # Old means before the first step: the first minibatch has its own from its first pass.
         later = shuffles[0][len(minibatches[0]):]
         old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
         with torch.no_grad():
@@ -461,7 +391,6 @@ def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> Non
                 old_logps[rows] = logps
             for rows, logps, _ in scored(reference, shuffles[0] if reference else later[:0]):
                 ref_logps[rows] = logps
-
         for number, minibatch in enumerate(minibatches):
             kl_normalizer = denominator(mask[minibatch], args.aggregate, T_max)
             normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else kl_normalizer
@@ -475,7 +404,7 @@ def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> Non
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
                     logps, old_logps[rows], advantages[rows], trained[rows], args.surrogate,
-                    *args.clip_eps, args.aggregate, T_max, normalizer=normalizer)
+                    clip_low, clip_high, args.aggregate, T_max, normalizer=normalizer)
                 if reference is not None:
                     kl = kl_loss(logps, ref_logps[rows], trained[rows], args.kl, args.aggregate,
                                  old_logps[rows], T_max, kl_normalizer)
@@ -484,84 +413,71 @@ def train(args, task: rewards.Task, model, tokenizer, encode, stop: list) -> Non
                 loss.backward()
                 loss_sum += loss.item()
                 seen["entropy"] += entropy[trained[rows]].tolist()
-                seen["ratios"] += stats["ratios"].tolist()
-                seen["clipped"] += stats["clipped"].tolist()
+                seen["ratio"] += stats["ratios"].tolist()
+                seen["clip_frac"] += stats["clipped"].tolist()
             grad_norm = clip_grad_norm_(model.parameters(), 1.0).item()
             if not math.isfinite(loss_sum + grad_norm):
-                sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}: not "
-                         f"finite, and not applied; a lower --lr than {args.lr:g} may help")
+                sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}. "
+                         "The update was not made; try a lower --lr")
             optimizer.step()
-            for name, value in (("loss", loss_sum), ("kl", kl_sum), ("grad_norm", grad_norm)):
-                seen[name].append(value)
+            seen["loss"].append(loss_sum)
+            seen["kl"] += [kl_sum] if reference else []
+            seen["grad_norm"].append(grad_norm)
         if args.ref_every and step % args.ref_every == 0:
             reference.load_state_dict(model.state_dict())
-
         # ---- Log. Statistics of the update cover all its passes, and are null where it had none.
         t_end = time.perf_counter()
-        last = bool(stop) or step == args.steps
-        lengths = mask.sum(1).tolist()
+        last, lengths = bool(stop) or step == args.steps, mask.sum(1).tolist()
         metrics = {
             "step": step, "reward": reward.mean().item(), "reward_std": reward.std(1).mean().item(),
             **{f"reward/{rewards.name(f)}": s.mean().item() for f, s in zip(task.rewards, scores)},
             "advantage_std": advantages.std().item(),
             "flat_groups": (reward == reward[:, :1]).all(1).double().mean().item(),
-            "loss": mean(seen["loss"]), "kl": mean(seen["kl"]) if reference else None,
-            "grad_norm": mean(seen["grad_norm"]), "entropy": mean(seen["entropy"]),
-            "ratio_mean": mean(seen["ratios"]), "ratio_max": max(seen["ratios"], default=None),
-            "clip_frac": mean(seen["clipped"]), "length": mean(lengths), "length_max": max(lengths),
+            **{k: mean(seen[k]) for k in ("loss", "kl", "grad_norm", "clip_frac", "entropy")},
+            "ratio_mean": mean(seen["ratio"]), "ratio_max": max(seen["ratio"], default=None),
+            "length": mean(lengths), "length_max": max(lengths),
             "truncated": rollout.truncated.double().mean().item(), "lr": args.lr,
             "tokens_per_s": sum(lengths) / (t_end - t_start), "seconds": t_end - t_start,
             "seconds_sample": t_sampled - t_start, "seconds_update": t_end - t_rewarded,
         }
         if args.eval_every and (last or step % args.eval_every == 0):
-            metrics["eval_accuracy"] = evaluate(model, tokenizer, task.test, encode, T_max)
+            metrics["eval_accuracy"] = accuracy()
         record("metrics.jsonl", [metrics])
         record("samples.jsonl", [
             {"step": step, "prompt": examples[i]["prompt"], "completion": rollout.texts[i],
              "rewards": scores[:, i].tolist(), "reward": reward.flatten()[i].item(),
              "advantage": advantages[i].item()} for i in range(B)])
         if step == 1 or last or step % args.log_every == 0:
-            shown = [name for name in PRINTED if metrics.get(name) is not None]
-            tqdm.write("  ".join(f"{name} {metrics[name]:.3g}" for name in shown))
-            tqdm.write(f"    reward {reward[0, 0]:g}: {rollout.texts[0]!r}")
+            shown = (f"{k} {metrics[k]:.3g}" for k in PRINTED if metrics.get(k) is not None)
+            tqdm.write(f"{'  '.join(shown)}\n    reward {reward[0, 0]:g}: {rollout.texts[0]!r}")
         flat_steps = flat_steps + 1 if metrics["flat_groups"] == 1 else 0
         if flat_steps and flat_steps % 10 == 0:
-            tqdm.write(f"warning: {flat_steps} steps with nothing to compare: at the lowest reward "
-                       "raise --temperature or grade the --reward, at the highest stop (--steps)")
-        if metrics["truncated"] > 0.5 and step >= warned + 10:
-            warned = step
+            tqdm.write(f"warning: {flat_steps} steps with nothing to compare. Rewards all lowest: "
+                       "raise --temperature or grade the --reward; all highest: cut --steps")
+        if metrics["truncated"] > 0.5 and step % 10 == 1:
             tqdm.write(f"warning: --max-new-tokens {T_max} cut more than half of the completions")
-        if last or (args.save_every and step % args.save_every == 0):
+        if args.save_every and step % args.save_every == 0 and not last:
             save(step)
         if stop:
             break
-
+    save(step)
 
 # ==== Flags and main ============================================================================
-
-
-def refuse(message: str) -> None:
-    """The user's mistake: one line, exit status 2."""
-    print(f"grpo.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
 
 def number(kind: type, low: float, high: float = 1e300):
     """An argparse type: a finite number from low to high."""
     def parse(text: str):
         if not low <= kind(text) <= high:  # refuses NaN too
-            raise argparse.ArgumentTypeError(f"{text} is not in the range {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
         return kind(text)
     parse.__name__ = kind.__name__  # for argparse's own message: invalid int value: 'x'
     return parse
 
-
-def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, rewards.Task]:
-    """The flags, checked, their defaults resolved. A refused one costs a line and exit status 2."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = refuse
+def parse_args(argv: list[str] | None):
+    """(args, task, refuse), checked and resolved; refuse(message) is one line and exit status 2."""
+    parser = argparse.ArgumentParser("grpo.py", argparse.SUPPRESS, __doc__.splitlines()[0])
     count, coefficient, yes = number(int, 1), number(float, 0), {"action": "store_true"}
-    flag = parser.add_argument_group("what to train").add_argument
+    flag = parser.add_argument_group("run").add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
     flag("--data", metavar="FILE", help='JSON lines with a "prompt", in place of the task\'s')
     flag("--reward", nargs="+", choices=list(rewards.REWARDS), help="in place of the task's")
@@ -571,7 +487,6 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, rewards.Task
     flag("--thinking", **yes, help="render the chat template with enable_thinking=True")
     flag("--steps", type=number(int, 0), default=200, help="0 only warm-starts and saves (200)")
     flag("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of all that is random (0)")
-    flag = parser.add_argument_group("what to keep").add_argument
     flag("--out", help="folder for what the run leaves behind (runs/TASK-TIME)")
     flag("--log-every", type=count, default=10, help="steps between printed lines (10)")
     flag("--save-every", type=count, help="steps between checkpoints (one at the end)")
@@ -589,61 +504,54 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, rewards.Task
     flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
     flag("--aggregate", choices=AGGREGATES, default="sum", help="how tokens' terms add up (sum)")
-    flag("--mask-truncated", **yes, help="a completion cut by the limit gives no loss, but counts "
-         "in its group's statistics and in the denominator (DAPO)")
+    flag("--mask-truncated", **yes, help="no loss for completions cut by the limit (DAPO)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
     flag("--micro-batch", type=count, help="rows at a time; for memory, same gradient (all)")
-    flag = parser.add_argument_group("KL term").add_argument
     flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model (0)")
-    flag("--kl", choices=KL_ESTIMATORS, default="k3", help="its estimator (k3)")
+    flag("--kl", choices=KL_ESTIMATORS, default="k3", help="the KL term's estimator (k3)")
     flag("--ref-every", type=count, help="steps after which the reference is renewed (never)")
-
     args = parser.parse_args(argv)
-    if args.resume:
-        config = Path(args.resume, "config.json")
-        if not (config.exists() and checkpoint_in(args.resume).exists()):
-            refuse(f"--resume {args.resume}: no config.json and checkpoint there")
-        parser.set_defaults(**json.loads(config.read_text()))
-        args = parser.parse_args([*(argv or sys.argv[1:]), "--out", args.resume])
-    chosen = args.data, args.eval_data, args.reward, args.reward_weights
     try:
-        task = rewards.make_task(args.task, *chosen)
+        if args.resume:
+            checkpoint, old = Path(args.resume, "checkpoint"), Path(args.resume, "checkpoint.old")
+            if old.exists() and not checkpoint.exists():
+                old.rename(checkpoint)  # the run was killed between the renames of `save`
+            parser.set_defaults(**json.loads(Path(args.resume, "config.json").read_text()))
+            args = parser.parse_args([*(argv or sys.argv[1:]), "--out", args.resume])
+        task = rewards.make_task(args)
     except (OSError, ValueError) as error:
-        refuse(str(error))
-    clip = args.clip_eps and [eps for eps in args.clip_eps if eps is not None]
+        parser.error(str(error))
     args.model = args.model or (LARGE if torch.cuda.is_available() else TINY)
     args.out = args.out or f"runs/{args.task}-{time.strftime('%Y%m%d-%H%M%S')}"
-    args.surrogate = args.surrogate or ("sequence" if clip else "reinforce")
-    args.inner_epochs = args.inner_epochs or (2 if clip else 1)
+    args.surrogate = args.surrogate or ("sequence" if args.clip_eps else "reinforce")
+    args.inner_epochs = args.inner_epochs or (2 if args.clip_eps else 1)
     args.prompts_per_step = args.prompts_per_step or task.prompts_per_step
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
-    args.clip_eps = (clip * 2)[:2] if clip else [None, None]  # low, high
-    rollouts = args.prompts_per_step * args.group_size
-    for wrong, why in (
-        (clip and len(clip) > 2, "--clip-eps takes one number, or two: LOW HIGH"),
-        (clip and args.surrogate == "reinforce",
-         "--clip-eps: --surrogate reinforce has no ratio to clip; use sequence or token"),
-        (not clip and args.surrogate == "cispo", "--surrogate cispo needs --clip-eps, its cap"),
-        (args.minibatches > rollouts, f"--minibatches: a step has only {rollouts} rollouts"),
-        (args.ref_every and not args.kl_coef, "--ref-every needs a --kl-coef above 0"),
-        (args.eval_every and not task.test, "--eval-every needs --eval-data: nothing is held out"),
-        (args.model == TINY and not task.demonstrations,
-         f"--model tiny: {args.task} has no demonstrations to start from; use --model DIRECTORY"),
-        (not args.resume and Path(args.out, "config.json").exists(),
-         f"--out {args.out} already holds a run; name another folder, or --resume it"),
+    for why in (
+        len(args.clip_eps or ()) > 2 and "--clip-eps takes one number, or two: LOW HIGH",
+        args.clip_eps and args.surrogate == "reinforce"
+        and "--clip-eps: --surrogate reinforce has no ratio to clip; use sequence or token",
+        args.surrogate == "cispo" and not args.clip_eps and "--surrogate cispo needs --clip-eps",
+        args.minibatches > args.prompts_per_step * args.group_size
+        and "--minibatches: more than --prompts-per-step times --group-size, a step's rollouts",
+        args.ref_every and not args.kl_coef and "--ref-every needs a --kl-coef above 0",
+        args.eval_every and not task.test and "--eval-every needs --eval-data: nothing is held out",
+        args.model == TINY and not task.demonstrations
+        and f"--model tiny: {args.task} has no demonstrations to start from; use a DIRECTORY",
+        Path(args.out, "config.json").exists() and not args.resume
+        and f"--out {args.out} already holds a run; name another folder, or --resume it",
     ):
-        if wrong:
-            refuse(why)
-    return args, task
-
+        if why:
+            parser.error(why)
+    return args, task, parser.error
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1: the run could not go on; 2: the user's mistake; 130: stopped by Ctrl-C."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    (args, task), stop = parse_args(argv), []
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    logging.get_logger("huggingface_hub").setLevel(logging.ERROR)
+    (args, task, refuse), stop = parse_args(argv), []
     out, fresh = Path(args.out), args.model == TINY and not args.resume
     print(f"model: {args.model} (or --model tiny, --model {LARGE}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)  # the tiny model's weights
@@ -652,39 +560,34 @@ def main(argv: list[str] | None = None) -> int:
         if fresh:
             model, tokenizer = tiny_policy()
         else:
-            source = checkpoint_in(out) if args.resume else args.model
+            source = out / "checkpoint" if args.resume else args.model
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(source)
         flag = "--out"
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         refuse(f"{flag}: {str(error).splitlines()[0]}")
-    encode = partial(
-        encode_prompt, tokenizer, chat=not args.no_chat_template, thinking=args.thinking)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    for kind, examples in (("training", task.train), ("held-out", task.test)):
-        for row, example in enumerate(examples, 1):
-            tokens = len(encode(example["prompt"]))
-            if not 0 < tokens <= context - args.max_new_tokens:
-                refuse(f"{kind} example {row}: a prompt of {tokens} tokens and --max-new-tokens "
-                       f"{args.max_new_tokens} do not fit the model's context of {context}")
+    for row, example in enumerate(task.train + task.test, 1):
+        tokens = len(encode_prompt(tokenizer, example["prompt"], args))
+        if not 0 < tokens <= context - args.max_new_tokens:
+            refuse(f"example {row} (training, then held-out): a prompt of {tokens} tokens and "
+                   f"--max-new-tokens {args.max_new_tokens} do not fit the context of {context}")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     small = model.num_parameters() < 10_000_000
     args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
     if small and model.device.type == "cpu":
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
-    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
-    config = {**vars(args), "parameters": model.num_parameters(), **versions}
+    config = {**vars(args), "parameters": model.num_parameters(), "torch": torch.__version__,
+              "transformers": transformers.__version__}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print("  ".join(f"{name} {value}" for name, value in config.items()))
-    print(f"first prompt: {tokenizer.decode(encode(task.train[0]['prompt']))!r}")
+    first = tokenizer.decode(encode_prompt(tokenizer, task.train[0]["prompt"], args))
+    print(f"first prompt: {first!r}")
     if fresh:
         warm_start(model, tokenizer, task, args.seed)
     signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C: finish the step and save
-    try:
-        train(args, task, model, tokenizer, encode, stop)
-    except rewards.RewardError as error:
-        sys.exit(f"grpo.py: {error}")
+    train(args, task, model, tokenizer, stop)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     if curve := [row["reward"] for row in rows if row["step"] > 0]:
         bars = torch.nn.functional.adaptive_avg_pool1d(torch.tensor([curve]), min(60, len(curve)))
@@ -693,7 +596,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mean reward: first 5 steps {mean(curve[:5]):.2f}, last 20 {mean(curve[-20:]):.2f}")
     print(f"written to {out}: config.json, metrics.jsonl, samples.jsonl, checkpoint")
     return 130 if stop else 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

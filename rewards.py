@@ -226,19 +226,17 @@ def read_jsonl(path: str | Path, need_answer: bool) -> list[dict]:
     return rows
 
 
-def make_task(
-    task: str, data: str | None = None, eval_data: str | None = None,
-    reward_names: list[str] | None = None, weights: list[float] | None = None,
-) -> Task:
-    """A task of TASKS with other examples or rewards. ValueError and OSError are the user's."""
-    base = TASKS[task]
-    functions = [REWARDS[name] for name in reward_names] if reward_names else base.rewards
-    weights = weights or (None if reward_names else base.weights)
+def make_task(args) -> Task:
+    """The task that grpo.py's flags ask for. ValueError and OSError are the user's mistakes."""
+    base, weights = TASKS[args.task], args.reward_weights
+    functions = [REWARDS[name] for name in args.reward] if args.reward else base.rewards
+    weights = weights or (None if args.reward else base.weights)
     if weights and len(weights) != len(functions):
         raise ValueError(f"--reward-weights: {len(weights)} weights for {len(functions)} rewards")
     need_answer = any("answer" in inspect.signature(f).parameters for f in functions)
-    train = read_jsonl(data, need_answer) if data else base.train
+    train = read_jsonl(args.data, need_answer) if args.data else base.train
     if need_answer and "answer" not in train[0]:
-        raise ValueError(f"--reward: it needs answers, and task {task} has none; give --data")
-    test = read_jsonl(eval_data, True) if eval_data else [] if data else base.test
+        raise ValueError(f"--reward needs answers, and task {args.task} has none; give --data")
+    test = [] if args.data else base.test
+    test = read_jsonl(args.eval_data, need_answer=True) if args.eval_data else test
     return replace(base, train=train, test=test, rewards=functions, weights=weights)
