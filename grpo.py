@@ -91,9 +91,8 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
     generation config of the model, and would sample from another distribution than token_logps
     scores: so that config is set aside, but for its EOS ids, which count beside the tokenizer's."""
     own_config = model.generation_config
-    eos_ids = own_config.eos_token_id  # None, an int or a list
-    eos_ids = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])}
-    eos_ids = sorted(eos_ids - {None})
+    eos = own_config.eos_token_id  # None, an int or a list
+    eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
     pad_id = [*eos_ids, 0][0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     rows = [ids for ids in prompts for _ in range(group_size)]
@@ -193,7 +192,6 @@ def policy_loss(
     of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
     Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
     exp, so that no infinity reaches a gradient.
-
     stats: for each term but padding, ratios (the surrogate's, before the clip; for reinforce the
     sequence's) and clipped (the clip took the gradient; cispo: capped the weight); over these,
     ratio_mean, ratio_max and clip_frac."""
@@ -209,7 +207,6 @@ def policy_loss(
     if surrogate == "gspo":
         log_ratio = log_ratio / lengths.clamp(min=1)
     ratio = log_ratio.clamp(-20, 20).exp()
-
     if surrogate == "reinforce":
         terms, clipped = -A * logps, torch.zeros_like(active)
     elif surrogate == "cispo" and hi < math.inf:
@@ -219,7 +216,6 @@ def policy_loss(
         clipped = ((A > 0) & (ratio > 1 + hi)) | ((A < 0) & (ratio < 1 - lo))
     else:
         raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
-
     if weights is not None:
         average = torch.where(mask, weights, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1)
         terms = terms * (average if surrogate in PER_COMPLETION else weights)
@@ -290,19 +286,21 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         optimizer.step()
 
 def encode_prompt(tokenizer, prompt: str | list[dict], args) -> list[int]:
-    """Ids of a string or of chat messages, with one BOS where the model wants one: a chat template
-    brings its own; without a template, or with --no-chat-template, the tokenizer adds it."""
-    if args.no_chat_template or tokenizer.chat_template is None:
-        return tokenizer(rewards.text_of(prompt))["input_ids"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True,
-                                         enable_thinking=args.thinking)["input_ids"]
+    """Ids of a string or of chat messages, through the chat template where there is one, and with
+    one BOS where the tokenizer puts one: a template may bring its own, or leave it to that."""
+    text = rewards.text_of(prompt)
+    if tokenizer.chat_template and not args.no_chat_template:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, enable_thinking=args.thinking)
+    ids = tokenizer(text)["input_ids"]
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
-def train(args, task: rewards.Task, model, tokenizer, stop: list) -> None:
-    """The loop, up to args.steps or the step that finds `stop` filled."""
+def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | None) -> None:
+    """The loop, up to args.steps or the step that finds `stop` filled; state: what `save` left."""
     P, G, T_max, device = args.prompts_per_step, args.group_size, args.max_new_tokens, model.device
     B, micro_batch = P * G, args.micro_batch or P * G
     out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
@@ -311,40 +309,39 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
     done, flat_steps = 0, 0
-    if args.resume:
-        state = torch.load(checkpoint / "trainer.pt")
+    if state:
         done = state["step"]
         optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = args.lr  # another --lr may come with --resume
         if reference is not None:
             reference.load_state_dict(state["reference"])
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         with path.open("a+b") as file:  # drop the lines of steps that will come again
             file.seek(0)
             lines = [line for line in file if line.endswith(b"\n")]
-            file.truncate(sum(len(line) for line in lines if json.loads(line)["step"] <= done))
-
+            file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (done or -1)))
     def record(name, rows):
         with (out / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
     def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
         new, old = out / "checkpoint.new", out / "checkpoint.old"
         shutil.rmtree(new, ignore_errors=True)
-        model.save_pretrained(new)
+        own, model.generation_config = model.generation_config, GenerationConfig()
+        model.save_pretrained(new)  # which may refuse the model's own generation config
+        model.generation_config = own
+        own.to_json_file(new / "generation_config.json")
         tokenizer.save_pretrained(new)
         torch.save({"step": step, "optimizer": optimizer.state_dict(),
                     "reference": reference and reference.state_dict()}, new / "trainer.pt")
-        shutil.rmtree(old, ignore_errors=True)
         if checkpoint.exists():
+            shutil.rmtree(old, ignore_errors=True)
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-
     def scored(network, rows):  # yields (rows, log-probabilities, entropies) by micro-batches
         for part in rows.split(micro_batch) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
-
     def accuracy():  # greedy, on the held-out examples; draws no random number
         prompts, texts = [encode_prompt(tokenizer, e["prompt"], args) for e in task.test], []
         for i in range(0, len(prompts), 64):
@@ -420,9 +417,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> None:
                 sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}. "
                          "The update was not made; try a lower --lr")
             optimizer.step()
-            seen["loss"].append(loss_sum)
-            seen["kl"] += [kl_sum] if reference else []
-            seen["grad_norm"].append(grad_norm)
+            for name, value in (("loss", loss_sum), ("kl", kl_sum), ("grad_norm", grad_norm)):
+                seen[name] += [value] if name != "kl" or reference else []
         if args.ref_every and step % args.ref_every == 0:
             reference.load_state_dict(model.state_dict())
         # ---- Log. Statistics of the update cover all its passes, and are null where it had none.
@@ -464,20 +460,18 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list) -> None:
 
 # ==== Flags and main ============================================================================
 
-def number(kind: type, low: float, high: float = 1e300):
-    """An argparse type: a finite number from low to high."""
-    def parse(text: str):
+def number(kind: type, low: float, high: float = 1e300):  # an argparse type: finite, in range
+    def number(text: str):  # argparse shows this name: invalid number value: 'x'
         if not low <= kind(text) <= high:  # refuses NaN too
             raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
         return kind(text)
-    parse.__name__ = kind.__name__  # for argparse's own message: invalid int value: 'x'
-    return parse
+    return number
 
 def parse_args(argv: list[str] | None):
     """(args, task, refuse), checked and resolved; refuse(message) is one line and exit status 2."""
     parser = argparse.ArgumentParser("grpo.py", argparse.SUPPRESS, __doc__.splitlines()[0])
     count, coefficient, yes = number(int, 1), number(float, 0), {"action": "store_true"}
-    flag = parser.add_argument_group("run").add_argument
+    flag = parser.add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
     flag("--data", metavar="FILE", help='JSON lines with a "prompt", in place of the task\'s')
     flag("--reward", nargs="+", choices=list(rewards.REWARDS), help="in place of the task's")
@@ -493,13 +487,11 @@ def parse_args(argv: list[str] | None):
     flag("--resume", metavar="DIR", help="a run to go on with, its config.json giving the flags")
     flag("--eval-every", type=count, help="steps between greedy accuracies, by `correct` (never)")
     flag("--eval-data", metavar="FILE", help="held-out JSON lines, with answers (the task's)")
-    flag = parser.add_argument_group("sample").add_argument
     flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
     flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
     flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus sampled from (1: all)")
-    flag = parser.add_argument_group("update").add_argument
     flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
     flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
@@ -514,14 +506,11 @@ def parse_args(argv: list[str] | None):
     args = parser.parse_args(argv)
     try:
         if args.resume:
-            checkpoint, old = Path(args.resume, "checkpoint"), Path(args.resume, "checkpoint.old")
-            if old.exists() and not checkpoint.exists():
-                old.rename(checkpoint)  # the run was killed between the renames of `save`
             parser.set_defaults(**json.loads(Path(args.resume, "config.json").read_text()))
             args = parser.parse_args([*(argv or sys.argv[1:]), "--out", args.resume])
         task = rewards.make_task(args)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"--resume {args.resume}: no sound config.json" if args.resume else str(error))
     args.model = args.model or (LARGE if torch.cuda.is_available() else TINY)
     args.out = args.out or f"runs/{args.task}-{time.strftime('%Y%m%d-%H%M%S')}"
     args.surrogate = args.surrogate or ("sequence" if args.clip_eps else "reinforce")
@@ -551,28 +540,37 @@ def main(argv: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     logging.get_logger("huggingface_hub").setLevel(logging.ERROR)
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     (args, task, refuse), stop = parse_args(argv), []
     out, fresh = Path(args.out), args.model == TINY and not args.resume
+    source = args.model
+    flag = f"--model {source} (without a network: --model tiny or --model DIRECTORY)"
+    if args.resume:  # from the old checkpoint, if a kill came between the renames of `save`
+        whole, flag = (out / "checkpoint").exists(), f"--resume {out}"
+        source = out / ("checkpoint" if whole else "checkpoint.old")
     print(f"model: {args.model} (or --model tiny, --model {LARGE}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)  # the tiny model's weights
-    flag = f"--model {args.model} (--model tiny and --model DIRECTORY need no network)"
     try:
-        if fresh:
-            model, tokenizer = tiny_policy()
-        else:
-            source = out / "checkpoint" if args.resume else args.model
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        flag = "--out"
+        state = torch.load(source / "trainer.pt") if args.resume else None
+        if args.kl_coef and state and not state["reference"]:
+            raise ValueError("no reference model there for --kl-coef")
+        model, tokenizer = tiny_policy() if fresh else (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
+            AutoTokenizer.from_pretrained(source))
+        if len(tokenizer) == len(tokenizer.all_special_ids):
+            raise ValueError("no tokenizer there")  # transformers made one up from the config
+        room = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or math.inf
+        for kind, examples in (("training", task.train), ("held-out", task.test)):
+            for row, example in enumerate(examples, 1):
+                flag = f"{kind} example {row}"
+                tokens = len(encode_prompt(tokenizer, example["prompt"], args))
+                if not 0 < tokens <= room - args.max_new_tokens:
+                    raise ValueError(f"a prompt of {tokens} tokens and --max-new-tokens "
+                                     f"{args.max_new_tokens} do not fit a context of {room}")
+        flag = f"--out {out}"
         out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        refuse(f"{flag}: {str(error).splitlines()[0]}")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    for row, example in enumerate(task.train + task.test, 1):
-        tokens = len(encode_prompt(tokenizer, example["prompt"], args))
-        if not 0 < tokens <= context - args.max_new_tokens:
-            refuse(f"example {row} (training, then held-out): a prompt of {tokens} tokens and "
-                   f"--max-new-tokens {args.max_new_tokens} do not fit the context of {context}")
+    except Exception as error:  # whatever a damaged file or a chat template makes others raise
+        refuse(f"{flag}: {' '.join(str(error).split())[:300]}")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     small = model.num_parameters() < 10_000_000
     args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5
@@ -580,14 +578,15 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more would wait for each other
     config = {**vars(args), "parameters": model.num_parameters(), "torch": torch.__version__,
               "transformers": transformers.__version__}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "config.json.new").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "config.json.new").replace(out / "config.json")  # a kill never leaves half of it
     print("  ".join(f"{name} {value}" for name, value in config.items()))
-    first = tokenizer.decode(encode_prompt(tokenizer, task.train[0]["prompt"], args))
-    print(f"first prompt: {first!r}")
+    first = encode_prompt(tokenizer, task.train[0]["prompt"], args)
+    print(f"first prompt: {tokenizer.decode(first)!r}", flush=True)
     if fresh:
         warm_start(model, tokenizer, task, args.seed)
     signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # Ctrl-C: finish the step and save
-    train(args, task, model, tokenizer, stop)
+    train(args, task, model, tokenizer, stop, state)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     if curve := [row["reward"] for row in rows if row["step"] > 0]:
         bars = torch.nn.functional.adaptive_avg_pool1d(torch.tensor([curve]), min(60, len(curve)))

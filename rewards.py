@@ -42,8 +42,9 @@ class Task:
         of all examples after the other, so that each comes once before any comes again."""
         examples, n = [], len(self.train)
         for position in range(start, start + count):
-            order = list(range(n))
-            random.Random(f"{seed} {position // n}").shuffle(order)
+            if position == start or position % n == 0:
+                order = list(range(n))
+                random.Random(f"{seed} {position // n}").shuffle(order)
             examples.append(self.train[order[position % n]])
         return examples
 

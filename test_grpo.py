@@ -9,11 +9,14 @@ import inspect
 import json
 import math
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +24,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import grpo
 import rewards
+from rewards import (
+    correct_reward,
+    correct_think_reward,
+    extract_answer,
+    parse_number,
+    read_jsonl,
+    text_of,
+    think_reward,
+)
 
 torch.set_num_threads(1)
 
@@ -1263,6 +1276,302 @@ def test_rewards_have_the_signature_that_trl_calls():
     assert any(p.kind == p.VAR_KEYWORD for p in parameters)  # takes columns it does not use
 
 
+# ==== Right answers, thinking, and data files ====================================================
+
+
+def within_50_ms(function, *arguments):
+    """The value, and the best of three times: one may fall into another process's turn."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        value = function(*arguments)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05, f"{min(times):.3f} s for {str(arguments)[:60]}"
+    return value
+
+
+CASES = [  # gold, completion, wanted reward
+    ("42", "<answer>42</answer>", 1),
+    ("42", "<answer> 42 </answer>", 1),
+    ("42", "<answer>42.0</answer>", 1),
+    ("42", "<answer>+42</answer>", 1),
+    ("1000", "<answer>1,000</answer>", 1),
+    ("0.5", "<answer>1/2</answer>", 1),
+    ("1/2", "<answer>0.5</answer>", 1),
+    ("-3", "<answer>\u22123</answer>", 1),
+    ("42", r"<answer>\boxed{42}</answer>", 1),
+    ("3", "<answer>-3</answer>", 0),
+    ("0.333", "<answer>1/3</answer>", 0),
+    ("42", "<answer>41 or 42</answer>", 0),
+    ("42", "<answer></answer>", 0),
+    ("42", "<answer> </answer>", 0),
+    ("42", "42", 0),
+    ("42", "<answer>42", 0),
+    ("42", "</answer>42<answer>", 0),
+    ("9", "<think>\na\nb\n</think>\n<answer>\n9\n</answer>", 1),
+    ("2", "<think><answer>1</answer></think><answer>2</answer>", 1),
+    ("1", "<think><answer>1</answer></think><answer>2</answer>", 0),
+    ("2", "use <answer> and </answer> tags: <answer>2</answer>", 1),
+    ("nan", "<answer>nan</answer>", 0),
+    ("42", "<answer>1 2 3 4 5 41 42 43</answer>", 0),
+    ("1", "<answer>True</answer>", 0),
+    ("1", "<answer>1/0</answer>", 0),
+    # the same kinds, more of them: numbers
+    (42, "<answer>42.</answer>", 1),
+    (42, "<answer>$42$.</answer>", 1),
+    (5, r"<answer>\$5.00</answer>", 1),
+    (-5, "<answer>-$5</answer>", 1),
+    (0.1, "<answer>1/10</answer>", 1),
+    (0.1, "<answer>0.1000000000000000055511151231257827</answer>", 0),
+    (1e22, "<answer>1" + "0" * 22 + "</answer>", 1),
+    (600, "<answer>6E2</answer>", 1),
+    ("1234567", "<answer>1,234,567.0</answer>", 1),
+    ("1234", "<answer>12,34</answer>", 0),
+    ("1", "<answer>0,001</answer>", 0),
+    ("-1/2", "<answer>-.5</answer>", 1),
+    ("3", "<answer>--3</answer>", 0),
+    ("42", "<answer>\u0664\u0662</answer>", 0),  # 42 in Arabic-Indic digits
+    ("100000000000000000001", "<answer>100000000000000000000</answer>", 0),  # equal as floats
+    ("0", "<answer>-0.0</answer>", 1),
+    ("1e1000", "<answer>10e999</answer>", 0),  # an exponent of four digits is text
+    ("42", r"<answer>\text{42}</answer>", 1),
+    ("42", r"<answer>42\text{ cm}.</answer>", 1),
+    ("42", r"<answer>42\text{ or }43</answer>", 0),
+    ("42", r"<answer>42\text{ or 43}</answer>", 0),
+    (r"42\text{ cm}", "<answer>42 cm</answer>", 1),
+    (r"42\text{ cm}", r"<answer>42\text{ m}</answer>", 0),
+    # as text
+    ("Paris", "<answer>\n paris </answer>", 1),
+    ("New  York", "<answer>new\nyork</answer>", 1),
+    ("Stra\u00dfe", "<answer>STRASSE</answer>", 1),
+    (True, "<answer>true</answer>", 1),
+    (True, "<answer>1</answer>", 0),
+    ("Paris", "<answer>Paris or Rome</answer>", 0),
+    ("9" * 5000, "<answer>" + "9" * 5000 + "</answer>", 1),
+    # what never matches
+    *[(gold, f"<answer>{gold}</answer>", 0) for gold in ("NaN", "inf", "-Infinity", "\u221e")],
+    (r"-\infty", r"<answer>$-\infty$</answer>", 0),
+    *[(float(gold), f"<answer>{gold}</answer>", 0) for gold in ("nan", "inf", "-inf")],
+    *[(gold, "<answer>None</answer>\\boxed{}", 0) for gold in ("", " ", None)],
+    # where the answer is
+    ("2", "<answer>1</answer><answer>2</answer> so <answer>3", 1),
+    ("1", "<answer>1</answer> is done </answer>", 1),
+    ("1", "<answer>1</answer> in <answer></answer> tags", 1),
+    ("2", "the <answer> is <answer>2</answer>", 1),
+    ("7", "<answer>7</answer><think>or <answer>8</answer></think>", 1),
+    ("1", "<think><answer>1</answer>", 0),
+    ("3", "<answer>3</answer><think><answer>4</answer>", 1),
+    ("1", "begun in the prompt <answer>1</answer></think><answer>2</answer>", 0),
+    ("2", "begun in the prompt <answer>1</answer></think><answer>2</answer>", 1),
+    ("1", "<answer>1</answer></think>", 0),
+    ("1", "<ans<think></think>wer>1</answer>", 0),
+    ("1000", "<answer>1,<think></think>000</answer>", 0),
+    ("7", r"so \boxed{6} and \boxed{7}", 1),
+    ("7", r"so \boxed{7} and \boxed{8", 1),
+    (r"\frac{1}{2}", r"so \boxed{\frac{1}{2}} or so", 1),
+    ("7", r"so \boxed{\boxed{7}}", 1),
+    ("7", r"<answer>8</answer> \boxed{7}", 0),
+    ("7", r"<think>\boxed{7}</think>", 0),
+    ("7", r"<answer>x = \boxed{7}</answer>", 1),
+    ("42", "\\boxed{<answer>42</answer>}", 1),
+]
+
+
+@pytest.mark.parametrize("gold, completion, wanted", CASES)
+def test_correct_reward(gold, completion, wanted):
+    chat = [{"role": "assistant", "content": completion}]
+    assert correct_reward([completion, chat], [gold, gold], prompts=["", ""]) == [wanted, wanted]
+
+
+HOSTILE_TEXTS = [
+    "-" * 5000 + "1",
+    "9" * 5000,
+    "<think></think><answer>" * 400,
+    "1/0",
+    "9**9**9",
+    "1e999",
+    "1" + ",000" * 25000,
+    "0." + "0" * 100000 + "1",
+    "\\boxed{" * 5000,
+    "\\boxed{" * 14000,
+    "\\boxed{}" * 12000,
+    "\\boxed{" + "{" * 100000,
+    "\\boxed{" + "{}" * 50000,
+    "\\text{" * 16000,
+    "\\text{" + " " * 100000,
+    "\\text{" + "a " * 50000 + "1",
+    "\\text{a}" * 12000,
+    "\\text{a}" * 12000 + "1",
+    "\\text{a}" + " " * 100000 + "1",
+    " " * 100000,
+    "$" * 100000 + "1",
+    "<think></think><answer>" * 4300,
+    "<think>" * 14000 + "</think>" * 12000,
+    "</think>" * 12000,
+    "</think><think>" * 6600,
+    "<answer>" * 12000 + "</answer>" * 11000,
+    "<answer></answer>" * 5800,
+    "</answer><answer>" * 5800,
+    "<" * 100000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=range(len(HOSTILE_TEXTS)))
+def test_hostile_strings_score_0_within_50_ms(text):
+    for completion in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}"):
+        assert within_50_ms(correct_reward, [completion], ["42"]) == [0.0]
+        within_50_ms(think_reward, [completion])
+    within_50_ms(parse_number, text)
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("7", 7),
+        ("007", 7),
+        (".5", Fraction(1, 2)),
+        ("5.", 5),
+        (" 5 ", 5),
+        ("-4/6", Fraction(-2, 3)),
+        ("1,000/3", Fraction(1000, 3)),
+        ("1e3", 1000),
+        ("2.5e-1", Fraction(1, 4)),
+        ("1e\u22122", Fraction(1, 100)),
+        ("1e999", 10**999),
+        ("9" * 100, 10**100 - 1),
+        (" " * 500 + "1", 1),
+        (r"\text{}42", 42),
+        (r"$\$1,000$", 1000),
+    ],
+)
+def test_parse_number(text, wanted):
+    assert parse_number(text) == wanted and isinstance(parse_number(text), Fraction)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ". - $ 1/0 1/00 1/2/3 1/-2 9**9**9 nan inf -Infinity 1_000 1e1000 1e0001 +-1 --1".split()
+    + "1,00 1000,000 ,100 1,000,00 1.2.3 1e e5 5% 1j True \u00bd \u00b2 \u0661 \uff11".split()
+    + ["\u221e", "", "1 000", "1 2", "9" * 101, "-" * 50 + "1", "42 cm", r"\text{cm}"],
+)
+def test_no_number(text):
+    assert parse_number(text) is None
+
+
+def test_extract_answer_gives_the_text_or_none():
+    assert extract_answer("<answer> a b\n</answer>") == "a b"
+    assert extract_answer(r"\boxed{\text{a}{b}} }") == r"\text{a}{b}"
+    assert extract_answer("a") is extract_answer("") is extract_answer("<answer></answer>") is None
+
+
+def test_text_of():
+    assert text_of("a") == text_of([{"role": "assistant", "content": "a"}]) == "a"
+    assert text_of([{"role": "tool", "content": text} for text in "ab"]) == "a\nb"
+
+
+def test_golds_must_be_as_many_as_completions():
+    with pytest.raises(ValueError):
+        correct_reward(["<answer>1</answer>"] * 2, ["1"])
+
+
+def test_think_counts_when_closed_and_correct_think_only_with_a_correct_answer():
+    right, wrong = "<answer>1</answer>", "<answer>2</answer>"
+    texts = [f"<think>a</think>{right}", f"<think>a</think>{wrong}", right]
+    texts += [f"</think><think>{right}", f"</think><think></think>{right}"]
+    texts += [f"<think></think>{right}", f"{right}<think>", ""]
+    think, both = [1, 1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 1, 1, 0, 0]
+    for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
+        columns = {"completions": completions, "answer": ["1"] * 8, "prompts": ["p"] * 8}
+        assert think_reward(**columns) == think
+        assert correct_think_reward(**columns) == both
+
+
+# --- data
+
+
+def write(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_read_jsonl_with_bom_crlf_blank_lines_and_line_separators_in_strings(tmp_path):
+    lines = '{"prompt": "a\u2028b", "answer": 0}\r\n\r\n  \r\n{"answer": "x", "prompt": "c"}'
+    rows = [{"prompt": "a\u2028b", "answer": 0}, {"prompt": "c", "answer": "x"}]
+    for content in (lines, lines + "\r\n\r\n", "\ufeff" + lines, "\ufeff\r\n" + lines + "\n"):
+        assert read_jsonl(str(write(tmp_path, content)), need_answer=True) == rows
+
+
+@pytest.mark.parametrize(
+    "answer", ["0", "0.0", "false", "1.5", '"a"', '"1e999"', '"infinite"', '"+"', '"."']
+)
+def test_read_jsonl_takes_any_text_and_finite_number(tmp_path, answer):
+    assert read_jsonl(write(tmp_path, f'{{"prompt": "a", "answer": {answer}}}'), need_answer=True)
+
+
+def test_read_jsonl_takes_chat_prompts_and_needs_no_answer_if_told_so(tmp_path):
+    chat = [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]
+    rows = [{"prompt": chat, "x": 1}, {"prompt": "b", "x": None}]
+    content = "\n".join(json.dumps(row) for row in rows)
+    assert read_jsonl(write(tmp_path, content), need_answer=False) == rows
+    assert read_jsonl(write(tmp_path, '{"prompt": "a", "answer": NaN}'), need_answer=False)
+
+
+NO_OBJECTS = ["{", "[1]", "null", "3", '"a"', "[]", "{}", "{'prompt': 'a'}", '{"prompt": "a"} {}']
+NO_OBJECTS += ['[["prompt", "a"]]', '{"prompt": "a", "answer": ' + "9" * 5000 + "}", "[" * 99999]
+BAD_PROMPTS = ['""', '" "', "null", "3", "true", "[]", "{}", '["a"]', "[[]]", r'"\ud83d"']
+BAD_PROMPTS += ['{"role": "user"}', '{"role": "user", "content": "a"}', '[{"role": "user"}]']
+BAD_PROMPTS += ['[{"content": "a"}]', '[{"role": 1, "content": "a"}]']
+BAD_PROMPTS += ['[{"role": "", "content": "a"}]']
+BAD_PROMPTS += ['[{"role": "user", "content": null}]', '[{"role": "user", "content": ""}]']
+BAD_PROMPTS += ['[{"role": "user", "content": "a"}, 3]']
+BAD_ANSWERS = ["null", '""', '" \\n"', "NaN", "Infinity", "-Infinity", "1e999", "[1]", "{}"]
+BAD_ANSWERS += ['"nan"', '"NaN"', '"inf"', '"+Infinity"', '"\u221e"', '"-\u221e"', r'"\\infty"']
+BAD_LINES = [  # the line, and a part of its mend
+    *[(line, "JSON") for line in NO_OBJECTS],
+    ('{"answer": 1}', '"prompt"'),
+    ('{"prompts": "a", "answer": 1}', '"prompt"'),
+    *[(f'{{"prompt": {prompt}, "answer": 1}}', '"prompt"') for prompt in BAD_PROMPTS],
+    ('{"prompt": "a", "answer": 1, "prompts": 1}', "rename"),
+    ('{"prompt": "a", "answer": 1, "completions": 1}', "rename"),
+    ('{"prompt": "a"}', '"answer"'),
+    *[(f'{{"prompt": "a", "answer": {answer}}}', '"answer"') for answer in BAD_ANSWERS],
+    ('{"prompt": "a", "answer": 1, "more": 1}', "columns"),
+    (b'{"prompt": "\xff", "answer": 1}', "UTF-8"),
+]
+
+
+@pytest.mark.parametrize("line, mend", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_read_jsonl_refuses_a_line_by_its_number(tmp_path, line, mend):
+    line = line if isinstance(line, bytes) else line.encode()
+    good = b'{"prompt": "a", "answer": 1}'
+    path = write(tmp_path, good + b"\r\n\r\n" + line + b"\n" + good)
+    with pytest.raises(ValueError) as error:
+        read_jsonl(path, need_answer=True)
+    message = str(error.value)
+    assert message.startswith(f"{path}, line 3: ") and mend in message and "\n" not in message
+
+
+def test_read_jsonl_refuses_a_column_that_later_lines_lack_and_a_bad_first_line(tmp_path):
+    with pytest.raises(ValueError, match="data.jsonl, line 2: .*columns"):
+        read_jsonl(write(tmp_path, '{"prompt": "a", "x": 1}\n{"prompt": "b"}'), need_answer=False)
+    with pytest.raises(ValueError, match="data.jsonl, line 1: .*answer"):
+        read_jsonl(write(tmp_path, '{"prompt": "a"}'), need_answer=True)
+
+
+@pytest.mark.parametrize("content", ["", "\n\r\n \n", "\ufeff"])
+def test_read_jsonl_refuses_a_file_without_examples(tmp_path, content):
+    with pytest.raises(ValueError, match="data.jsonl: no examples"):
+        read_jsonl(write(tmp_path, content), need_answer=False)
+
+
+def test_read_jsonl_refuses_other_encodings_and_lets_an_oserror_pass(tmp_path):
+    with pytest.raises(ValueError, match="data.jsonl, line 1: .*UTF-8"):
+        read_jsonl(write(tmp_path, '{"prompt": "a"}'.encode("utf-16")), need_answer=False)
+    with pytest.raises(FileNotFoundError):
+        read_jsonl(tmp_path / "none.jsonl", need_answer=False)
+
+
 # ==== The program, run as a user runs it ==========================================================
 
 PROGRAM = Path(grpo.__file__)
@@ -1332,9 +1641,9 @@ def test_the_default_run_leaves_what_design_promises(default_run):
     wanted = {"lr": 5e-5, "surrogate": "reinforce", "inner_epochs": 1, "group_size": 8, "seed": 0,
               "max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0, "kl_coef": 0.0, "steps": 200}
     assert {key: config[key] for key in wanted} == wanted
-    names = """step reward reward_std reward/tags advantage_std flat_groups loss kl grad_norm ratio_mean
-        ratio_max clip_frac entropy length length_max truncated lr tokens_per_s seconds seconds_sample
-        seconds_update""".split()
+    names = """step reward reward_std reward/tags advantage_std flat_groups loss kl grad_norm
+        ratio_mean ratio_max clip_frac entropy length length_max truncated lr tokens_per_s seconds
+        seconds_sample seconds_update""".split()
     metrics = metrics_of(out)
     assert all(set(names) <= set(row) for row in metrics)
     samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
@@ -1352,7 +1661,7 @@ def test_the_default_run_leaves_what_design_promises(default_run):
     assert transformers.AutoTokenizer.from_pretrained(out / "checkpoint").eos_token == "<eos>"
 
 
-def test_same_seed_same_metrics_from_tiny_and_from_its_saved_warm_start(default_run, warm, tmp_path):
+def test_same_seed_same_metrics_also_from_the_saved_warm_start(default_run, warm, tmp_path):
     # One test for three promises: the seed decides everything but times; the warm start is
     # reproducible to the byte; and its checkpoint, loaded as a directory, resolves the same rate.
     run("--model", warm, "--out", "again", "--steps", 40, cwd=tmp_path)
@@ -1362,8 +1671,8 @@ def test_same_seed_same_metrics_from_tiny_and_from_its_saved_warm_start(default_
 
 def test_another_seed_gives_another_run(default_run, warm, tmp_path):
     call("--model", warm, "--out", tmp_path / "other", "--steps", 2, "--seed", 1)
-    other = metrics_of(tmp_path / "other")
-    assert [row["entropy"] for row in other] != [r["entropy"] for r in metrics_of(default_run[0])[:2]]
+    other, default = metrics_of(tmp_path / "other"), metrics_of(default_run[0])[:2]
+    assert [row["entropy"] for row in other] != [row["entropy"] for row in default]
 
 
 def test_clip_eps_10_raises_the_reward_and_the_ratio_leaves_1(warm, tmp_path):
@@ -1395,7 +1704,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("flag, value", REFUSED)
-def test_a_flag_that_cannot_work_costs_one_line_and_status_2(flag, value, capsys, monkeypatch, tmp_path):
+def test_a_flag_that_cannot_work_is_refused(flag, value, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if flag != "--model":  # refused before any model is loaded
         monkeypatch.setattr(grpo, "tiny_policy", None)
@@ -1437,8 +1746,8 @@ def test_no_hub_is_one_line_that_names_the_alternatives(tmp_path):
             "def offline(*a, **k): raise OSError(\"We couldn't connect to the hub.\\nMore.\")\n"
             "with mock.patch.object(grpo.AutoModelForCausalLM, 'from_pretrained', offline):\n"
             "    sys.exit(grpo.main(['--model', 'Qwen/Qwen3-0.6B']))\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)})
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--model tiny" in done.stderr and "--model DIRECTORY" in done.stderr
 
@@ -1512,7 +1821,9 @@ def count_forwards(monkeypatch):
     (["--clip-eps", 0.2, "--inner-epochs", 1, "--minibatches", 4], [(False, 6)] + [(True, 2)] * 4),
     (["--kl-coef", 0.1], [(False, 8), (True, 8)]),
 ])  # fmt: skip
-def test_no_forward_pass_repeats_an_earlier_one(flags, wanted, warm, make_task, tmp_path, monkeypatch):
+def test_no_forward_repeats_an_earlier_one(
+    flags, wanted, warm, make_task, tmp_path, monkeypatch
+):
     make_task(lambda completions, **_: [float(row) for row, _ in enumerate(completions)])
     calls = count_forwards(monkeypatch)
     call("--task", "made", "--model", warm, "--steps", 1, "--out", tmp_path / "run", *flags)
@@ -1618,3 +1929,900 @@ def test_the_readme_example_of_another_task_runs(warm, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "reward/short" in metrics_of(tmp_path / "run")[-1]
+
+
+
+# ==== Real models, real data, nothing lost ========================================================
+
+BOS, EOS_ID = 258, 256
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% if enable_thinking %}<on>{% else %}<off>{% endif %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}")
+NARROW = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32,
+          "num_attention_heads": 2, "max_position_embeddings": 64}
+SHAPES = {
+    "Qwen3": {**NARROW, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
+    "Llama": NARROW,  # its output embedding is not tied
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},  # learned positions
+    "Bloom": {"hidden_size": 16, "n_layer": 1, "n_head": 2},  # takes no position ids: ALiBi
+    "Mamba": {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},  # has no attention
+}
+
+
+def small_model(name="Qwen3"):
+    """A random model of this architecture, its 2-D weights enlarged so that faults show."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, name + "Config")(
+            vocab_size=259, bos_token_id=BOS, eos_token_id=EOS_ID, pad_token_id=None,
+            **SHAPES[name])
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.dim() == 2 else 1)
+    return model
+
+
+def bos_tokenizer(template=None):
+    """A token for each byte, and a BOS that the tokenizer puts before every text; no pad token."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<pad>", "<bos>"]
+    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, bos_token="<bos>", eos_token="<eos>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_small(folder, name="Qwen3", dtype=torch.float32, template=None, **tokens):
+    """Write such a model and tokenizer; -> the folder, for --model."""
+    small_model(name).to(dtype).save_pretrained(folder)
+    tokenizer = bos_tokenizer(template)
+    for token, value in tokens.items():
+        setattr(tokenizer, token, value)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A model whose step takes some 10 ms, for tests of the loop."""
+    return save_small(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture
+def made(small, make_task):
+    """Flags of a run on it with signal in every group: two of five prompts a step."""
+    make_task(ranked_reward)
+    rewards.TASKS["made"].train[:] = [{"prompt": f"Say {i * str(i)}."} for i in range(5)]
+    return ["--task", "made", "--model", small, "--prompts-per-step", 2, "--group-size", 4,
+            "--max-new-tokens", 6, "--lr", 1e-3]
+
+
+def refused(capsys, *flags):
+    """The one line that these flags cost; their exit status must be 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        call(*flags)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
+def samples_of(out):
+    return [json.loads(line) for line in (Path(out) / "samples.jsonl").open()]
+
+
+def same_run(a, b):
+    """Bit for bit the same weights, samples, and metrics but for times."""
+    return (same_weights(a / "checkpoint", b / "checkpoint")
+            and (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+            and without_times(metrics_of(a)) == without_times(metrics_of(b)))
+
+
+# ---- Models -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained_models(monkeypatch):
+    """The models that grpo.train leaves in memory."""
+    kept, real = [], grpo.train
+    def train(args, task, model, *rest):
+        kept.append(model)
+        real(args, task, model, *rest)
+    monkeypatch.setattr(grpo, "train", train)
+    return kept
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_trained_step_survives_saving_in_every_architecture(
+    name, make_task, trained_models, tmp_path
+):
+    make_task(ranked_reward)
+    rewards.TASKS["made"].train[:] = [{"prompt": "Say."}, {"prompt": "Say it all."}]  # padded
+    source = save_small(tmp_path / "m", name, torch.bfloat16, TEMPLATE)
+    out = tmp_path / "run"
+    call("--task", "made", "--model", source, "--steps", 1, "--max-new-tokens", 6, "--lr", 1e-6,
+         "--prompts-per-step", 2, "--out", out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint").eval()
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():  # the same logits as the trained model's, which is still in memory
+        assert torch.equal(model(ids).logits, trained_models[0].eval()(ids).logits)
+    # Adam's first step moves every weight that has a gradient by lr: float32 keeps that, whatever
+    # the source's type, and in bf16 (an ulp of 1e-4 at 0.05) nearly all of it would be lost.
+    stored = load_file(out / "checkpoint" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.float32}
+    before = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    before, after = (m.get_output_embeddings().weight.detach() for m in (before, model))
+    moved = (after - before).abs()
+    assert (moved > 5e-7).double().mean() > 0.9 and moved.max() < 2e-6
+    assert (after.bfloat16() == before.bfloat16()).double().mean() > 0.9
+    # Tied embeddings are one tensor still, and stored once; no row was added for padding.
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (name != "Llama") == ("lm_head.weight" not in stored)
+    assert after.shape[0] == 259 and model.config.vocab_size == 259
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "checkpoint")
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.pad_token is None
+    text = "a <bos>é\n"
+    assert tokenizer(text)["input_ids"] == bos_tokenizer()(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mamba"])
+def test_a_model_without_position_ids_samples_and_scores_a_padded_row_as_if_alone(
+    name, monkeypatch
+):
+    model, prompts = small_model(name), [[5, 6, 7, 8, 9], [7]]
+    logits, real = [], model.generate
+    def generate(*args, **settings):
+        done = real(*args, **settings, output_logits=True, return_dict_in_generate=True)
+        logits.extend(done.logits)
+        return done.sequences
+    monkeypatch.setattr(model, "generate", generate)
+    torch.manual_seed(0)
+    rollout = grpo.sample(model, bos_tokenizer(), prompts, 2, 6)
+    with torch.no_grad():
+        padded, _ = grpo.token_logps(model, rollout.input_ids, rollout.attention_mask, 6)
+        for row, prompt in enumerate([prompts[0]] * 2 + [prompts[1]] * 2):
+            completion = rollout.input_ids[row, -6:].tolist()
+            alone = model(torch.tensor([prompt + completion])).logits[0].log_softmax(1)
+            wanted = alone[len(prompt) - 1:-1].gather(1, torch.tensor(completion)[:, None])[:, 0]
+            sampled = torch.stack(logits, 1)[row].log_softmax(1)
+            sampled = sampled.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            keep = rollout.mask[row]
+            assert torch.allclose(padded[row][keep], wanted[keep], atol=1e-4)
+            assert torch.allclose(sampled[keep], wanted[keep], atol=1e-4)
+        # The model notices its context, or this would prove nothing.
+        other = model(torch.tensor([[50, 60, 70, 80, 9]])).logits[0, -1].log_softmax(0)
+        same = model(torch.tensor([prompts[0]])).logits[0, -1].log_softmax(0)
+        assert (other - same).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("pad", [None, "<eos>", "<pad>"])
+def test_the_pad_token_changes_no_sample_and_no_weight(pad, made, tmp_path):
+    # None: no pad token, no row added; "<eos>": the real EOS is trained all the same.
+    tokens = {} if pad is None else {"pad_token": pad}
+    source = save_small(tmp_path / "m", **tokens)
+    for out, model in (("here", source), ("there", made[3])):
+        call(*made, "--model", model, "--steps", 2, "--out", tmp_path / out)
+    assert same_run(tmp_path / "here", tmp_path / "there")
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "here" / "checkpoint")
+    assert saved.pad_token == pad
+
+
+HOSTILE_FILES = {
+    "hostile": {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0,
+                "temperature": 0.1, "suppress_tokens": list(range(200)), "max_length": 3,
+                "min_new_tokens": 9, "num_beams": 1, "forced_eos_token_id": 250},
+    # save_pretrained of this one, changed in memory, raises: a temperature without sampling
+    "invalid": {"do_sample": False, "temperature": 0.6, "top_k": 20, "num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_FILES)
+def test_the_models_generation_config_acts_on_nothing_and_is_saved_as_it_was(
+    kind, made, tmp_path
+):
+    source = save_small(tmp_path / "m")
+    hostile = {**HOSTILE_FILES[kind], "eos_token_id": [EOS_ID, 7]}
+    (source / "generation_config.json").write_text(json.dumps(hostile))
+    call(*made, "--model", source, "--steps", 2, "--out", tmp_path / "run")
+    plain = save_small(tmp_path / "plain")
+    (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 7]}))
+    call(*made, "--model", plain, "--steps", 2, "--out", tmp_path / "wanted")
+    assert same_run(tmp_path / "run", tmp_path / "wanted")
+    saved = json.loads((tmp_path / "run" / "checkpoint" / "generation_config.json").read_text())
+    assert {key: saved.get(key) for key in hostile if key != "num_beams"} == {
+        key: value for key, value in hostile.items() if key != "num_beams"}
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_does_not_cost_the_weights(
+    made, monkeypatch, tmp_path
+):
+    # As after a change in memory: then save_pretrained raises "GenerationConfig is invalid".
+    real = transformers.AutoModelForCausalLM.from_pretrained
+    def from_pretrained(*args, **settings):
+        model = real(*args, **settings)
+        model.generation_config.temperature = 0.6
+        model.generation_config.do_sample = False
+        return model
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        call(*made, "--steps", 1, "--out", tmp_path / "run")
+    call(*made, "--steps", 1, "--out", tmp_path / "wanted")
+    assert same_weights(tmp_path / "run" / "checkpoint", tmp_path / "wanted" / "checkpoint")
+    saved = json.loads((tmp_path / "run" / "checkpoint" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["do_sample"]) == (0.6, False)
+
+
+def test_dropout_never_acts(make_task, tmp_path):
+    # With dropout in sampling or scoring two passes differ: the ratio is not 1, the KL not 0.
+    make_task(ranked_reward)
+    with torch.random.fork_rng():
+        config = transformers.GPT2Config(vocab_size=259, eos_token_id=EOS_ID, bos_token_id=BOS,
+                                         resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+                                         **SHAPES["GPT2"])
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
+    bos_tokenizer().save_pretrained(tmp_path / "m")
+    call("--task", "made", "--model", tmp_path / "m", "--steps", 1, "--max-new-tokens", 6,
+         "--clip-eps", 0.2, "--lr", 0, "--kl-coef", 0.1, "--out", tmp_path / "run")
+    row = metrics_of(tmp_path / "run")[0]
+    assert row["ratio_max"] == pytest.approx(1, abs=1e-4) and abs(row["kl"]) < 1e-6
+
+
+# ---- Prompts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompt_ids(monkeypatch):
+    """The prompts, as lists of ids, that reach grpo.sample."""
+    seen, real = [], grpo.sample
+    def sample(model, tokenizer, prompts, *rest, **settings):
+        seen.extend(prompts)
+        return real(model, tokenizer, prompts, *rest, **settings)
+    monkeypatch.setattr(grpo, "sample", sample)
+    return seen
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say."}]
+
+
+@pytest.mark.parametrize("template, prompt, flags, text", [
+    (None, "Say.", [], "Say."),
+    (TEMPLATE, "Say.", [], "[user]Say.<off>[assistant]"),
+    (TEMPLATE, "Say.", ["--thinking"], "[user]Say.<on>[assistant]"),
+    (TEMPLATE, "Say.", ["--no-chat-template"], "Say."),
+    (TEMPLATE, MESSAGES, [], "[system]Be brief.[user]Say.<off>[assistant]"),
+    (TEMPLATE, MESSAGES, ["--no-chat-template"], "Be brief.\nSay."),
+    (None, MESSAGES, [], "Be brief.\nSay."),
+])
+def test_a_prompt_is_rendered_with_exactly_one_bos_and_printed(
+    template, prompt, flags, text, made, prompt_ids, tmp_path, capsys
+):
+    source = save_small(tmp_path / "m", template=template)
+    rewards.TASKS["made"].train[:] = [{"prompt": prompt}]
+    call(*made, "--model", source, "--steps", 1, "--out", tmp_path / "run", *flags)
+    wanted = [BOS, *bos_tokenizer()(text)["input_ids"][1:]]
+    assert wanted.count(BOS) == 1 and prompt_ids == [wanted] * 2
+    assert f"first prompt: {'<bos>' + text!r}\n" in capsys.readouterr().out
+    assert samples_of(tmp_path / "run")[0]["prompt"] == prompt
+
+
+@pytest.mark.parametrize("kind", ["training", "held-out"])
+@pytest.mark.parametrize("prompt, fits", [("", False), ("x" * 58, True), ("x" * 59, False)])
+def test_a_prompt_that_is_empty_or_leaves_no_room_is_refused_by_row(
+    kind, prompt, fits, make_task, tmp_path, capsys
+):
+    # 64 positions less 6 new tokens: 58 bytes fit, 59 do not; with learned positions the longest
+    # that fits runs, and one more would crash or be cut.
+    make_task(ranked_reward)
+    task, examples = rewards.TASKS["made"], [{"prompt": "p", "answer": "a"}] * 2
+    task.train[:], task.test[:] = examples, examples
+    (task.train if kind == "training" else task.test)[1] = {"prompt": prompt, "answer": "a"}
+    source = save_small(tmp_path / "m", "GPT2")
+    grpo.tiny_policy()[1].save_pretrained(source)  # adds no BOS: "" is no token at all
+    flags = ["--task", "made", "--model", source, "--max-new-tokens", 6, "--steps", 1,
+             "--prompts-per-step", 2, "--group-size", 2, "--eval-every", 1, "--out", tmp_path / "o"]
+    if fits:
+        assert call(*flags) == 0
+        return
+    error = refused(capsys, *flags)
+    assert f"{kind} example 2" in error and str(len(prompt)) in error
+    assert "--max-new-tokens" in error
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_chat_template_that_raises_is_refused_by_row(made, tmp_path, capsys):
+    # As Gemma's does for a system message.
+    template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
+                "{% endif %}{{ messages[0].content }}")
+    source = save_small(tmp_path / "m", template=template)
+    rewards.TASKS["made"].train[:] = [{"prompt": "Say."}, {"prompt": MESSAGES}]
+    error = refused(capsys, *made, "--model", source, "--out", tmp_path / "run")
+    assert "training example 2" in error and "no system role" in error
+
+
+DAMAGE = {
+    "empty": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "config only": lambda folder: [path.unlink() for path in folder.iterdir()
+                                   if path.name != "config.json"],
+    "config no JSON": lambda folder: (folder / "config.json").write_text("{oops"),
+    "another architecture": lambda folder: (folder / "config.json").write_text(
+        '{"model_type": "t5"}'),
+    "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 5000),
+    "weights of another shape": lambda folder: (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"vocab_size": 259', '"vocab_size": 300')),
+    "no tokenizer": lambda folder: [path.unlink() for path in folder.glob("token*")],
+    "tokenizer of no kind": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Llama", "GPT2"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_folder_that_holds_no_whole_model_costs_one_line(damage, name, tmp_path, capsys):
+    save_small(tmp_path / "m", name)  # without a tokenizer some get one of special tokens alone
+    DAMAGE[damage](tmp_path / "m")
+    error = refused(capsys, "--model", tmp_path / "m", "--out", tmp_path / "o")
+    assert f"--model {tmp_path / 'm'}" in error and len(error) < 600
+    assert ("tokenizer" in error) == (damage == "no tokenizer") or damage == "tokenizer of no kind"
+    assert not (tmp_path / "o").exists()
+
+
+# ---- Data ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranked(monkeypatch):
+    """--reward ranked, which keeps the columns that it is called with."""
+    seen = []
+    def ranked_reward(completions, **columns):
+        seen.append(columns)
+        return [float(row % 3) for row, _ in enumerate(completions)]
+    monkeypatch.setitem(rewards.REWARDS, "ranked", ranked_reward)
+    return seen
+
+
+def data_flags(small, data, *flags):
+    return ["--model", small, "--data", data, "--group-size", 2, "--max-new-tokens", 4,
+            "--steps", 1, *flags]
+
+
+def test_crlf_a_bom_and_blank_lines_are_fine_and_all_columns_reach_the_rewards(
+    small, ranked, tmp_path
+):
+    rows = [{"prompt": "é\u2028?", "answer": 4, "level": ["x", None]},
+            {"prompt": "b", "answer": "five", "level": []}]
+    lines = [json.dumps(rows[0], ensure_ascii=False), "", "  ", json.dumps(rows[1]), "", ""]
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    call(*data_flags(small, tmp_path / "d.jsonl", "--reward", "ranked", "--out", tmp_path / "run",
+                     "--prompts-per-step", 2))
+    (columns,) = ranked
+    assert set(columns) == {"prompts", "answer", "level"}
+    order = rows if columns["answer"][0] == 4 else rows[::-1]
+    twice = [row for row in order for _ in range(2)]  # prompt-major, a group of two each
+    assert columns["answer"] == [row["answer"] for row in twice]
+    assert columns["level"] == [row["level"] for row in twice]
+    assert columns["prompts"] == [row["prompt"] for row in twice]
+    assert [s["prompt"] for s in samples_of(tmp_path / "run")] == columns["prompts"]
+
+
+GOOD = '{"prompt": "p", "answer": 1}'
+
+
+@pytest.mark.parametrize("line", [
+    "p", "[1]", '"p"', "3", "null", "{", '{"answer": 1}', '{"prompt": "", "answer": 1}',
+    '{"prompt": " ", "answer": 1}', '{"prompt": 5, "answer": 1}', '{"prompt": null, "answer": 1}',
+    '{"prompt": [], "answer": 1}', '{"prompt": [{"content": "no role"}], "answer": 1}',
+    '{"prompt": ["p"], "answer": 1}', '{"prompt": "p"}', '{"prompt": "p", "answer": ""}',
+    '{"prompt": "p", "answer": "  "}', '{"prompt": "p", "answer": null}',
+    '{"prompt": "p", "answer": NaN}', '{"prompt": "p", "answer": "-inf"}',
+    '{"prompt": "p", "answer": Infinity}', '{"prompt": "p", "answer": 1, "more": 2}',
+    '{"prompt": "p", "answer": 1, "completions": 2}', GOOD + GOOD, "[" * 100_000])
+@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
+def test_a_line_that_cannot_be_used_is_refused_by_its_number(flag, line, small, tmp_path, capsys):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(GOOD + "\n")
+    bad.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")  # the blank line is counted
+    other = {"--data": "--eval-data", "--eval-data": "--data"}[flag]
+    error = refused(capsys, "--model", small, flag, bad, other, good, "--reward", "correct",
+                    "--out", tmp_path / "o")
+    assert str(bad) in error and "line 3:" in error
+    assert not (tmp_path / "o").exists()
+
+
+def test_lines_that_are_not_utf_8_are_refused_by_number_and_a_file_of_blank_lines_by_name(
+    small, tmp_path, capsys
+):
+    data = tmp_path / "d.jsonl"
+    data.write_bytes(GOOD.encode() + b"\n{\"prompt\": \"\xff\", \"answer\": 1}\n")
+    assert f"{data}, line 2:" in refused(capsys, "--model", small, "--data", data)
+    data.write_bytes(b"\xef\xbb\xbf\r\n\r\n")
+    assert str(data) in refused(capsys, "--model", small, "--data", data)
+
+
+def test_batch_gives_every_example_once_before_any_comes_again():
+    task = rewards.Task(train=[{"prompt": str(i)} for i in range(5)], rewards=[ranked_reward])
+    sequence = task.batch(0, 50, seed=3)  # ten rounds
+    rounds = [[e["prompt"] for e in sequence[i:i + 5]] for i in range(0, 50, 5)]
+    assert all(sorted(one) == list("01234") for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 5  # each shuffled anew: 120 orders
+    # From the position alone, in pieces of any size, also more than there are examples.
+    for size in (1, 3, 7):
+        pieces = [e for start in range(0, 42, size) for e in task.batch(start, size, 3)]
+        assert pieces == sequence[:42]
+    assert task.batch(0, 50, seed=4) != sequence
+
+
+def test_the_program_takes_every_prompt_once_before_any_comes_again(made, tmp_path):
+    call(*made, "--steps", 5, "--out", tmp_path / "run")  # 5 steps of 2 of 5 prompts: two rounds
+    prompts = [s["prompt"] for s in samples_of(tmp_path / "run")][::4]
+    assert len(prompts) == 10
+    assert len(set(prompts[:5])) == len(set(prompts[5:])) == 5
+
+
+def test_rewards_are_chosen_by_name_and_weighted(small, ranked, tmp_path):
+    (tmp_path / "d.jsonl").write_text(GOOD)
+    flags = data_flags(small, tmp_path / "d.jsonl", "--reward", "tags", "ranked")
+    call(*flags, "--reward-weights", 2, 0.5, "--out", tmp_path / "w")
+    rows = samples_of(tmp_path / "w")
+    assert [row["rewards"][1] for row in rows] == [0, 1]
+    assert [row["reward"] for row in rows] == [2 * a + 0.5 * b for a, b in
+                                               (row["rewards"] for row in rows)]
+    assert {"reward/tags", "reward/ranked"} <= set(metrics_of(tmp_path / "w")[0])
+    call(*flags, "--out", tmp_path / "one")
+    assert [row["reward"] for row in samples_of(tmp_path / "one")] == [
+        sum(row["rewards"]) for row in samples_of(tmp_path / "one")]
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--reward", "tags", "think", "--reward-weights", "1"], "1 weights for 2 rewards"),
+    (["--reward-weights", "1", "2"], "2 weights for 1 rewards"),
+    (["--reward-weights", "nan"], "--reward-weights"),
+    (["--reward", "nonsense"], "--reward"), (["--reward"], "--reward"),
+    (["--reward", "correct"], "answer"), (["--reward", "correct_think"], "answer"),
+    (["--eval-every", "1"], "--eval-every"),
+])
+def test_rewards_and_evaluation_that_cannot_work_are_refused(
+    flags, named, small, tmp_path, capsys
+):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "p"}\n')
+    for data in ([], ["--data", tmp_path / "d.jsonl"]):
+        assert named in refused(capsys, "--model", small, *data, *flags, "--out", tmp_path / "o")
+
+
+@pytest.mark.parametrize("name", list(rewards.REWARDS))
+def test_rewards_take_one_message_chat_completions(name):
+    texts = ["<think>2 + 2</think><answer>4</answer>", "<answer>4</answer>", "<answer>", "4"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {"prompts": ["?"] * 4, "answer": ["4"] * 4}
+    wanted = {"tags": [3, 3, 1, 0], "correct": [1, 1, 0, 0], "think": [1, 0, 0, 0],
+              "correct_think": [1, 0, 0, 0]}[name]
+    function = rewards.REWARDS[name]
+    assert function(completions=texts, **columns) == wanted
+    assert function(completions=chats, **columns) == wanted
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held_out(monkeypatch):
+    """Three held-out examples, of which `correct` takes the first; what it is given is kept."""
+    rewards.TASKS["made"].test[:] = [{"prompt": p, "answer": p} for p in ("a", "bcd", "ef")]
+    seen = []
+    def correct_reward(completions, answer, **columns):
+        seen.append((completions, answer))
+        return [1.0, 0.0, 0.0]
+    monkeypatch.setattr(rewards, "correct_reward", correct_reward)
+    return seen
+
+
+def test_eval_every_measures_before_every_n_steps_and_at_the_end(made, held_out, tmp_path):
+    call(*made, "--steps", 5, "--eval-every", 2, "--out", tmp_path / "run")
+    found = {row["step"]: row["eval_accuracy"] for row in metrics_of(tmp_path / "run")
+             if "eval_accuracy" in row}
+    assert found == {step: pytest.approx(1 / 3) for step in (0, 2, 4, 5)}
+    # Before training the texts are the source's greedy ones, here by argmax, a prompt at a time.
+    model, tokenizer = small_model(), bos_tokenizer()
+    for text, prompt in zip(*held_out[0], strict=True):
+        ids = tokenizer(prompt)["input_ids"]
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+            if ids[-1] == EOS_ID:
+                break
+        completion = ids[len(tokenizer(prompt)["input_ids"]):]
+        assert text == tokenizer.decode([i for i in completion if i != EOS_ID])
+
+
+def test_evaluation_changes_no_training_sample(made, held_out, tmp_path):
+    call(*made, "--steps", 3, "--out", tmp_path / "without")
+    call(*made, "--steps", 3, "--eval-every", 1, "--out", tmp_path / "with")
+    assert len(held_out) == 4
+    a, b = (tmp_path / name / "samples.jsonl" for name in ("without", "with"))
+    assert a.read_bytes() == b.read_bytes()
+    assert same_weights(tmp_path / "without" / "checkpoint", tmp_path / "with" / "checkpoint")
+
+
+def test_eval_accuracy_is_the_held_out_fraction_correct_whatever_the_reward(
+    made, monkeypatch, tmp_path
+):
+    rewards.TASKS["made"].test[:] = [{"prompt": "p", "answer": a} for a in ("4", "5", "4.0", "x")]
+    real = grpo.sample
+    def sample(*args, **settings):
+        rollout = real(*args, **settings)
+        if settings.get("temperature") == 0:
+            rollout.texts = ["<answer>4</answer>"] * len(rollout.texts)
+        return rollout
+    monkeypatch.setattr(grpo, "sample", sample)
+    call(*made, "--steps", 1, "--eval-every", 5, "--out", tmp_path / "run")
+    assert [row["eval_accuracy"] for row in metrics_of(tmp_path / "run")] == [0.5, 0.5]
+
+
+# ---- Nothing lost -------------------------------------------------------------------------------
+
+
+def drawn_reward(completions, **columns):
+    return [random.random() for _ in completions]
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--kl-coef", 0.1, "--ref-every", 3, "--clip-eps", 0.2, "--minibatches", 2],
+    ["--kl-coef", 0.5, "--seed", 7, "--eval-every", 3]], ids=["plain", "ref-every", "kl"])
+def test_two_steps_resumed_for_two_more_are_four_steps_bit_for_bit(flags, made, tmp_path):
+    task = rewards.TASKS["made"]
+    task.rewards, task.test = [drawn_reward], [{"prompt": "p", "answer": "a"}]
+    call(*made, *flags, "--steps", 4, "--out", tmp_path / "four")
+    call(*made, *flags, "--steps", 2, "--out", tmp_path / "two")
+    assert not same_weights(tmp_path / "four" / "checkpoint", tmp_path / "two" / "checkpoint")
+    torch.manual_seed(99)  # another process has other states
+    random.seed(99)
+    call("--resume", tmp_path / "two", "--steps", 4)  # every other flag is in config.json
+    if "--eval-every" in flags:  # the end of the first half was measured, too
+        path = tmp_path / "two" / "metrics.jsonl"
+        rows = metrics_of(tmp_path / "two")
+        assert rows[2].pop("eval_accuracy") is not None
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert same_run(tmp_path / "four", tmp_path / "two")
+    rows = metrics_of(tmp_path / "two")
+    assert len({row["reward"] for row in rows if row["step"]}) == 4  # drawn anew in each step
+    states = [torch.load(tmp_path / run / "checkpoint" / "trainer.pt") for run in ("four", "two")]
+    assert [state["step"] for state in states] == [4, 4]
+
+
+def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
+    call(*made, "--steps", 2, "--out", tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for steps in ([], ["--steps", 1]):
+        call("--resume", tmp_path / "run", *steps)
+        assert same_run(tmp_path / "run", tmp_path / "copy")
+
+
+def test_lines_after_the_checkpoint_are_dropped_and_a_half_written_one_too(made, tmp_path):
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    for tail in (b"", b'{"step": 5, "rew', b'{"step": 5}'):
+        two = tmp_path / "two"
+        shutil.rmtree(two, ignore_errors=True)
+        call(*made, "--steps", 2, "--out", two)
+        for name in ("metrics.jsonl", "samples.jsonl"):  # killed in step 5, before it was saved
+            (two / name).write_bytes((tmp_path / "four" / name).read_bytes() + tail)
+        call("--resume", two, "--steps", 4)
+        assert same_run(tmp_path / "four", two)
+
+
+def test_the_evaluation_before_training_is_recorded_once(made, held_out, tmp_path):
+    flags = ["--eval-every", 1, "--out", tmp_path / "run"]
+    call(*made, *flags, "--steps", 0)
+    call("--resume", tmp_path / "run", "--steps", 1)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
+
+
+def test_a_rate_given_on_resuming_is_the_rate_that_acts(made, tmp_path):
+    call(*made, "--steps", 1, "--out", tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "before")
+    call("--resume", tmp_path / "run", "--steps", 2, "--lr", 0)
+    assert metrics_of(tmp_path / "run")[1]["lr"] == 0
+    assert same_weights(tmp_path / "before", tmp_path / "run" / "checkpoint")
+
+
+def test_a_run_is_resumed_from_checkpoint_old_where_checkpoint_is_missing(made, tmp_path):
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    call(*made, "--steps", 2, "--out", tmp_path / "two")
+    (tmp_path / "two" / "checkpoint").rename(tmp_path / "two" / "checkpoint.old")
+    call("--resume", tmp_path / "two", "--steps", 4)
+    assert same_run(tmp_path / "four", tmp_path / "two")
+    assert not (tmp_path / "two" / "checkpoint.old").exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the program catches it."""
+
+
+def half_tree(path, **_):
+    for file in sorted(Path(path).glob("*"))[:2]:
+        file.unlink()
+
+
+def half_model(model, path, **_):
+    Path(path).mkdir(exist_ok=True)
+    Path(path, "model.safetensors").write_bytes(b"\x10\0\0\0")
+
+
+OPERATIONS = [  # of a save, and how far each comes before the kill
+    (shutil, "rmtree", half_tree), (Path, "rename", lambda *_: None),
+    (torch, "save", lambda state, path: Path(path).write_bytes(b"PK\3\4")),
+    (transformers.PreTrainedModel, "save_pretrained", half_model),
+    (transformers.PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: None)]
+
+
+@pytest.mark.parametrize("moment", range(8))  # rmtree, three writes, rmtree, two renames, rmtree
+def test_killed_in_any_file_operation_of_a_save_a_run_resumes(moment, made, monkeypatch, tmp_path):
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    run, count = tmp_path / "run", 0
+
+    def interrupted(real, half):
+        def operation(*args, **settings):
+            nonlocal count
+            if len(metrics_of(run)) == 3:  # in the save after step 3
+                count += 1
+                if count == moment + 1:
+                    half(*args, **settings)
+                    raise Killed
+            return real(*args, **settings)
+        return operation
+
+    with monkeypatch.context() as patch:
+        for owner, name, half in OPERATIONS:
+            patch.setattr(owner, name, interrupted(getattr(owner, name), half))
+        with pytest.raises(Killed):
+            call(*made, "--steps", 4, "--save-every", 1, "--out", run)
+    whole = run / ("checkpoint" if (run / "checkpoint").exists() else "checkpoint.old")
+    assert torch.load(whole / "trainer.pt")["step"] == 2 + (moment == 7)
+    call("--resume", run)
+    assert same_run(tmp_path / "four", run)
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "metrics.jsonl", "samples.jsonl", "checkpoint"}
+
+
+MY_TASK = """
+import sys, grpo, rewards
+
+def size_reward(completions, **columns):
+    return [float(len(text.encode()) % 3) for text in completions]
+
+task = rewards.Task([{"prompt": f"Say {i * str(i)}."} for i in range(5)], [size_reward])
+rewards.TASKS["sizes"] = task
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+def test_killed_with_sigkill_at_random_moments_a_run_ends_as_if_it_had_not_been(
+    small, monkeypatch, tmp_path
+):
+    (tmp_path / "my_task.py").write_text(MY_TASK)
+    flags = ["--task", "sizes", "--model", small, "--prompts-per-step", 2, "--group-size", 4,
+             "--max-new-tokens", 6, "--lr", 1e-3, "--steps", 50, "--save-every", 1]
+    monkeypatch.setattr(rewards, "TASKS", {**rewards.TASKS})
+    exec(MY_TASK, {"__name__": "my_task"})
+    call(*flags, "--out", tmp_path / "wanted")
+
+    def start(*flags):
+        return subprocess.Popen(
+            [sys.executable, "my_task.py", *map(str, flags)], cwd=tmp_path, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)})
+
+    def last_save():
+        try:
+            return (run / "checkpoint" / "trainer.pt").stat().st_mtime_ns
+        except FileNotFoundError:
+            return before
+
+    run, rng, kills, before = tmp_path / "run", random.Random(0), 0, 0
+    process = start(*flags, "--out", "run")
+    for _ in range(3):
+        deadline = time.monotonic() + 60
+        while last_save() == before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        kills += process.wait(30) == -signal.SIGKILL
+        before = last_save()
+        process = start("--resume", "run")
+    assert process.wait(60) == 0, process.stderr.read()
+    assert kills >= 2  # one may have come after the end
+    assert same_run(tmp_path / "wanted", run)
+    assert [row["step"] for row in metrics_of(run)] == list(range(1, 51))
+
+
+def test_a_kill_while_config_json_is_written_leaves_the_run_resumable(
+    made, monkeypatch, tmp_path
+):
+    call(*made, "--steps", 2, "--out", tmp_path / "run")
+    real = Path.write_text
+    def write_text(path, text, *rest):
+        real(path, text[:len(text) // 2], *rest)
+        raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(Killed):
+            call("--resume", tmp_path / "run", "--steps", 3)
+    call("--resume", tmp_path / "run", "--steps", 3)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_folder_without_a_run_is_not_resumed(made, tmp_path, capsys):
+    call(*made, "--steps", 1, "--out", tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "no_checkpoint").mkdir()
+    shutil.copy(tmp_path / "run" / "config.json", tmp_path / "no_checkpoint")
+    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "no_config" / "checkpoint")
+    for name in ("empty", "file", "missing", "no_checkpoint", "no_config"):
+        error = refused(capsys, "--resume", tmp_path / name)
+        assert f"--resume {tmp_path / name}:" in error
+
+
+@pytest.mark.parametrize("name, content", [
+    ("config.json", b"{oops"), ("config.json", b"[]"), ("config.json", b"\xff\xfe"),
+    ("config.json", b'{"task": "gone"}'), ("checkpoint/trainer.pt", b"junk"),
+    ("checkpoint/trainer.pt", None), ("checkpoint/model.safetensors", b"junk"),
+    ("checkpoint/model.safetensors", None)])
+def test_a_damaged_run_is_refused_with_one_line(name, content, made, tmp_path, capsys):
+    call(*made, "--steps", 1, "--out", tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    if content is not None:
+        (tmp_path / "run" / name).write_bytes(content)
+    error = refused(capsys, "--resume", tmp_path / "run", "--steps", 2)
+    assert f"--resume {tmp_path / 'run'}:" in error
+
+
+def test_a_kl_term_cannot_be_added_on_resuming_as_no_reference_was_kept(made, tmp_path, capsys):
+    call(*made, "--steps", 1, "--out", tmp_path / "run")
+    assert "--kl-coef" in refused(
+        capsys, "--resume", tmp_path / "run", "--steps", 2, "--kl-coef", 0.1)
+
+
+def test_a_reward_that_raises_costs_its_step_and_none_before_it(made, tmp_path):
+    task, calls = rewards.TASKS["made"], []
+    def failing_reward(completions, **columns):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("mine")
+        return ranked_reward(completions)
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    failing_reward.__name__ = "ranked_reward"
+    task.rewards = [failing_reward]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        call(*made, "--steps", 4, "--out", tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")["step"] == 2
+    call("--resume", tmp_path / "run")
+    assert same_run(tmp_path / "four", tmp_path / "run")
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_last_checkpoint_to_resume_from(
+    made, monkeypatch, tmp_path
+):
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    real, calls = grpo.policy_loss, []
+    def poisoned(*args, **settings):
+        loss, stats = real(*args, **settings)
+        calls.append(1)
+        return loss * (math.nan if len(calls) == 3 else 1), stats
+    monkeypatch.setattr(grpo, "policy_loss", poisoned)
+    with pytest.raises(SystemExit) as stopped:
+        call(*made, "--steps", 4, "--save-every", 1, "--out", tmp_path / "run")
+    message = stopped.value.code  # a string: Python prints it and exits with 1
+    assert "step 3" in message and "nan" in message and "--lr" in message and "\n" not in message
+    state = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")
+    assert state["step"] == 2
+    assert all(p.isfinite().all() for p in weights_of(tmp_path / "run" / "checkpoint").values())
+    call("--resume", tmp_path / "run")
+    assert same_run(tmp_path / "four", tmp_path / "run")
+
+
+# ---- Warnings -----------------------------------------------------------------------------------
+
+
+def warnings_of(text, word):
+    return [line for line in text.splitlines() if line.startswith("warning") and word in line]
+
+
+def test_ten_steps_with_nothing_to_compare_are_warned_of(made, capsys, tmp_path):
+    made = [*made, "--prompts-per-step", 1, "--group-size", 2, "--max-new-tokens", 1]
+    turns = []
+    def flat_reward(completions, **columns):
+        turns.append(1)
+        return [float(row and len(turns) == graded) for row, _ in enumerate(completions)]
+    rewards.TASKS["made"].rewards = [flat_reward]
+    for steps, graded_step, wanted in ((9, 0, 0), (10, 0, 1), (25, 0, 2), (18, 9, 0)):
+        graded = graded_step  # in this step alone there is something to compare
+        turns.clear()
+        call(*made, "--steps", steps, "--out", tmp_path / f"{steps}")
+        found = warnings_of(capsys.readouterr().out, "nothing to compare")
+        assert len(found) == wanted, steps
+        assert all("--temperature" in line and "--reward" in line for line in found)
+
+
+@pytest.mark.parametrize("cut, wanted", [(4, 0), (5, 3)])
+def test_more_than_half_truncated_is_warned_of_once_in_ten_steps(
+    cut, wanted, made, monkeypatch, capsys, tmp_path
+):
+    real = grpo.sample
+    def sample(*args, **settings):
+        rollout = real(*args, **settings)
+        rollout.truncated = torch.arange(8) < cut
+        return rollout
+    monkeypatch.setattr(grpo, "sample", sample)
+    call(*made, "--steps", 22, "--out", tmp_path / "run")  # in steps 1, 11 and 21
+    found = warnings_of(capsys.readouterr().out, "--max-new-tokens")
+    assert len(found) == wanted
+    assert [row["truncated"] for row in metrics_of(tmp_path / "run")] == [cut / 8] * 22
+
+
+# ---- Overlong filtering -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [
+    [], *(["--aggregate", name] for name in ("mean", "token", "constant")),
+    ["--clip-eps", 0.2, "--inner-epochs", 1], ["--micro-batch", 1, "--aggregate", "token"],
+    ["--surrogate", "gspo", "--clip-eps", 0.2, "--inner-epochs", 1, "--micro-batch", 3],
+    ["--kl-coef", 0.5]], ids=lambda flags: " ".join(map(str, flags)) or "sum")
+def test_mask_truncated_takes_the_loss_and_leaves_statistics_and_denominator(
+    flags, make_task, monkeypatch, tmp_path
+):
+    # Rows of 2, 4 (cut), 3 and 4 tokens (the last ends with an EOS); rewards 0, 3, 1, 0.
+    lengths, cut, points, T = [2, 4, 3, 4], 1, [0.0, 3.0, 1.0, 0.0], 4
+    make_task(lambda completions, **_: points)
+    source = save_small(tmp_path / "m")
+    prompt, completions = [5, 6, 7], torch.arange(30, 46).view(4, T)
+    input_ids = torch.cat([torch.tensor([prompt] * 4), completions], 1)
+    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+    attention = torch.cat([torch.ones(4, 3, dtype=torch.long), mask.long()], 1)
+    truncated = torch.arange(4) == cut
+    monkeypatch.setattr(grpo, "sample", lambda *_, **__: grpo.Rollout(
+        input_ids, attention, mask, ["a", "b", "c", "d"], truncated))
+    flags = ["--task", "made", "--model", source, "--steps", 1, "--group-size", 4,
+             "--max-new-tokens", T, *flags]
+    call(*flags, "--mask-truncated", "--out", tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    r = torch.tensor(points)
+    A = (r - r.mean()) / (r.std() + 1e-4)  # of all four, the truncated one, too
+    assert [s["advantage"] for s in samples_of(tmp_path / "run")] == pytest.approx(A.tolist())
+    model = small_model()
+    logps = model(input_ids).logits[:, 2:-1].log_softmax(2)
+    logps = logps.gather(2, completions[..., None])[..., 0]
+    n = torch.tensor(lengths)
+    kept = mask & ~truncated[:, None]
+    sums = (logps * kept).sum(1)
+    ratios = {"sequence": (sums - sums.detach()).exp(),
+              "gspo": ((sums - sums.detach()) / n).exp()}
+    if "gspo" in flags or "--clip-eps" in flags:
+        ratio = ratios["gspo" if "gspo" in flags else "sequence"]
+        loss = -(A * ratio * ~truncated).sum() / 4
+    else:
+        aggregate = next((f for f in flags if f in ("mean", "token", "constant")), "sum")
+        by = {"sum": 4, "mean": 4 * n, "token": sum(lengths), "constant": 4 * T}[aggregate]
+        loss = -(A * sums / by).sum()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert row["reward"] == 1 and row["truncated"] == 0.25 and row["length"] == 13 / 4
+    call(*flags, "--out", tmp_path / "unmasked")  # without the flag the cut row pulls, too
+    assert metrics_of(tmp_path / "unmasked")[0]["grad_norm"] != pytest.approx(norm.item(), rel=1e-2)
+
+
+def test_a_step_whose_completions_were_all_cut_moves_nothing(made, tmp_path, monkeypatch):
+    real = grpo.sample
+    def sample(*args, **settings):
+        rollout = real(*args, **settings)
+        rollout.truncated = torch.ones_like(rollout.truncated)
+        return rollout
+    monkeypatch.setattr(grpo, "sample", sample)
+    call(*made, "--steps", 2, "--mask-truncated", "--kl-coef", 0.1, "--out", tmp_path / "run")
+    assert same_weights(made[3], tmp_path / "run" / "checkpoint")
+    assert [row["loss"] for row in metrics_of(tmp_path / "run")] == [None, None]
