@@ -9,7 +9,7 @@ One training step, in the order of this file:
     2. rewards.score     a program gives each completion a number
     3. group_advantages  how much better than its group is each completion?
     4. token_logps       the log-probability of every sampled token under the policy
-    5. policy_loss       makes the better ones likelier and the worse less; kl_loss stays near home
+    5. policy_loss       makes the better ones likelier; kl_loss holds the policy near a reference
     6. train             backward, clip the gradient norm, AdamW; then sample again
 
 Departures from the two books (README: "Where the sources and the arithmetic part ways"):
@@ -86,10 +86,10 @@ def fixed_network(model):
 @torch.no_grad()
 def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
-    """Draw group_size completions of each prompt (text or token ids), prompt-major; temperature 0
-    is greedy. `generate` takes what it is not told (top_k, repetition penalty, ...) from the own
-    generation config of the model, and would sample from another distribution than token_logps
-    scores: so that config is set aside, but for its EOS ids, which count beside the tokenizer's."""
+    """Draw group_size completions of each prompt (text or token ids), in adjacent rows; temperature
+    0 is greedy. `generate` fills in what it is not given (top_k, repetition penalty, ...) from the
+    model's own generation config, and would then sample from another distribution than token_logps
+    scores: that config is set aside, except for its EOS ids, which join the tokenizer's."""
     own_config = model.generation_config
     eos = own_config.eos_token_id  # None, an int or a list
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
@@ -120,7 +120,7 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
     Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not
-    0 but 8e-9, and rounding over rounding would pass for an advantage. ValueError for G < 2."""
+    0 but 8e-9, and what rounding leaves would pass for an advantage. ValueError for G < 2."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -135,7 +135,7 @@ def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
     l_t = z_t[token_t] - logsumexp(z_t), z = logits / temperature: the temperature that sampled, or
     it would be another policy's. Both float32 (B, T); gradients flow through l alone. input_ids
-    and attention_mask (B, L+T): prompts padded on the left, then completions. (First book, 7.)"""
+    and attention_mask (B, L+T): prompts padded on the left, then completions."""
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     with fixed_network(model):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False,
@@ -167,7 +167,7 @@ def aggregate_terms(terms, mask, aggregate="sum", max_len=None, normalizer=None)
     "mean":     mean over completions of the mean over tokens (DeepSeekMath's GRPO)
     "token":    sum over all tokens / number of tokens (DAPO)
     "constant": sum over all tokens / (B * max_len) (Dr. GRPO)
-    normalizer: the whole update's denominator, so that its micro-batches add up to it."""
+    normalizer: the denominator of the whole update, so that its micro-batches' losses add up."""
     terms = torch.where(mask, terms, 0.0)
     if aggregate == "mean":
         terms = terms / mask.sum(1, keepdim=True).clamp(min=1)
@@ -191,10 +191,9 @@ def policy_loss(
     logps, old_logps, mask (B, T), advantages (B,). Tokens' terms go through aggregate_terms, those
     of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
     Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
-    exp, so that no infinity reaches a gradient.
-    stats: for each term but padding, ratios (the surrogate's, before the clip; for reinforce the
-    sequence's) and clipped (the clip took the gradient; cispo: capped the weight); over these,
-    ratio_mean, ratio_max and clip_frac."""
+    exp: no infinity reaches a gradient, and a term beyond that has none (not counted as clipped).
+    stats: ratios (before the clip) and clipped (it took the gradient; cispo: it capped the weight)
+    of each term but padding (reinforce: each completion); ratio_mean, ratio_max and clip_frac."""
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
     hi = lo if clip_eps_high is None else clip_eps_high
@@ -231,16 +230,16 @@ def kl_loss(
     old_logps: Tensor | None = None, max_len: int | None = None, normalizer=None,
 ) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
-    With d = ref - l, per token, aggregated like the policy loss:
-    "k1"        -d               the second book's; its gradient does not contain the reference
-    "k2"        d^2 / 2          for one token, on average, the gradient of KL(policy || reference)
+    With d = ref - l, aggregated like the policy loss: the term of a token, and its average gradient
+    "k1"        -d               0, without the reference in it; the second book's
+    "k2"        d^2 / 2          that of KL(policy || reference), for one token
     "k3"        exp(d) - d - 1   that of KL(reference || policy); never negative; DeepSeekMath
     "weighted"  exp(l - old) k3  that of KL(policy || reference), off-policy too; DeepSeek-V3.2
-    old_logps are the sampling policy's, for "weighted" (None: logps). k3 clamps d to +-20."""
+    old_logps are the sampling policy's, for "weighted" (None: logps). k3 clamps d to at most 20."""
     logps, ref_logps = torch.where(mask, logps, 0.0), torch.where(mask, ref_logps, 0.0).detach()
     old_logps = logps.detach() if old_logps is None else torch.where(mask, old_logps, 0.0).detach()
     d = ref_logps - logps  # (B, T)
-    k3 = d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1
+    k3 = d.clamp(max=20).exp() - d.clamp(max=20) - 1
     weighted = (logps - old_logps).clamp(-20, 20).exp() * k3
     terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": weighted}[estimator]
     return aggregate_terms(terms, mask, aggregate, max_len, normalizer)
@@ -266,8 +265,8 @@ def tiny_policy():
     return transformers.Qwen3ForCausalLM(config), tokenizer
 
 def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-3) -> None:
-    """Supervised fine-tuning on the task's demonstrations: GRPO's update, only that completions
-    are given and every advantage is 1. (First book: the two loops differ in their signal alone.)"""
+    """Supervised fine-tuning on the task's demonstrations: GRPO's loss, with given completions and
+    every advantage 1. (First book: the two loops differ in where their signal comes from.)"""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0, fused=True)
     for step in tqdm(range(task.warm_start_steps), "warm start", disable=None, leave=False):
@@ -287,7 +286,7 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
 
 def encode_prompt(tokenizer, prompt: str | list[dict], args) -> list[int]:
     """Ids of a string or of chat messages, through the chat template where there is one, and with
-    one BOS where the tokenizer puts one: a template may bring its own, or leave it to that."""
+    one BOS where the tokenizer puts one: a template may contain it already."""
     text = rewards.text_of(prompt)
     if tokenizer.chat_template and not args.no_chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -300,7 +299,8 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | None) -> None:
-    """The loop, up to args.steps or the step that finds `stop` filled; state: what `save` left."""
+    """The loop, up to args.steps or the step that finds `stop` filled. From `state` it goes on as
+    if never stopped: what is random in a step, its prompts too, follows from seed and number."""
     P, G, T_max, device = args.prompts_per_step, args.group_size, args.max_new_tokens, model.device
     B, micro_batch = P * G, args.micro_batch or P * G
     out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
@@ -313,21 +313,21 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         done = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # another --lr may come with --resume
-        if reference is not None:
+        if reference:
             reference.load_state_dict(state["reference"])
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         with path.open("a+b") as file:  # drop the lines of steps that will come again
             file.seek(0)
             lines = [line for line in file if line.endswith(b"\n")]
             file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (done or -1)))
-    def record(name, rows):
+    def record(name, records):
         with (out / name).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(each) + "\n" for each in records)
     def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
         new, old = out / "checkpoint.new", out / "checkpoint.old"
         shutil.rmtree(new, ignore_errors=True)
-        own, model.generation_config = model.generation_config, GenerationConfig()
-        model.save_pretrained(new)  # which may refuse the model's own generation config
+        own, model.generation_config = model.generation_config, GenerationConfig()  # never refused
+        model.save_pretrained(new)
         model.generation_config = own
         own.to_json_file(new / "generation_config.json")
         tokenizer.save_pretrained(new)
@@ -338,7 +338,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-    def scored(network, rows):  # yields (rows, log-probabilities, entropies) by micro-batches
+    def scored(network, rows):  # of a step's rollout: (rows, logps, entropies) by micro-batches
         for part in rows.split(micro_batch) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
@@ -354,7 +354,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
     for step in tqdm(range(done + 1, args.steps + 1), "GRPO", disable=None):
         # ---- Sample a group of completions for each prompt.
         t_start = time.perf_counter()
-        for reseed in (torch.manual_seed, random.seed):  # so that a resumed run needs no more state
+        for reseed in (torch.manual_seed, random.seed):  # `random` is for reward functions
             reseed(args.seed * 1_000_000 + step)
         examples = task.batch((step - 1) * P, P, args.seed)  # P of them
         prompts = [encode_prompt(tokenizer, example["prompt"], args) for example in examples]
@@ -377,36 +377,36 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         t_rewarded = time.perf_counter()
         seen = defaultdict(list)
         trained = mask & ~(rollout.truncated & args.mask_truncated).unsqueeze(1)  # (B, T)
-        useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,): has a gradient
+        useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,) rows to score
         shuffles = [torch.randperm(B, device=device) for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
-        # Old means before the first step: the first minibatch has its own from its first pass.
+        # old_logps are from before the first update: the first minibatch's own pass brings them.
         later = shuffles[0][len(minibatches[0]):]
         old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
         with torch.no_grad():
             for rows, logps, _ in scored(model, later[useful[later]]):
                 old_logps[rows] = logps
-            for rows, logps, _ in scored(reference, shuffles[0] if reference else later[:0]):
+            for rows, logps, _ in scored(reference, shuffles[0]) if reference else ():
                 ref_logps[rows] = logps
-        for number, minibatch in enumerate(minibatches):
-            kl_normalizer = denominator(mask[minibatch], args.aggregate, T_max)
-            normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else kl_normalizer
+        for index, minibatch in enumerate(minibatches):
+            token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # all its rows
+            normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else token_normalizer
             minibatch = minibatch[useful[minibatch]]
             if len(minibatch) == 0:
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
             optimizer.zero_grad()
-            loss_sum = kl_sum = 0.0
+            loss_sum = 0.0
             for rows, logps, entropy in scored(model, minibatch):
-                if number == 0:
+                if index == 0:
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
                     logps, old_logps[rows], advantages[rows], trained[rows], args.surrogate,
                     clip_low, clip_high, args.aggregate, T_max, normalizer=normalizer)
-                if reference is not None:
+                if reference:
                     kl = kl_loss(logps, ref_logps[rows], trained[rows], args.kl, args.aggregate,
-                                 old_logps[rows], T_max, kl_normalizer)
+                                 old_logps[rows], T_max, token_normalizer)
                     loss = loss + args.kl_coef * kl
-                    kl_sum += kl.item()
+                    seen["kl"].append(kl.item())
                 loss.backward()
                 loss_sum += loss.item()
                 seen["entropy"] += entropy[trained[rows]].tolist()
@@ -417,8 +417,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
                 sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}. "
                          "The update was not made; try a lower --lr")
             optimizer.step()
-            for name, value in (("loss", loss_sum), ("kl", kl_sum), ("grad_norm", grad_norm)):
-                seen[name] += [value] if name != "kl" or reference else []
+            seen["loss"].append(loss_sum)
+            seen["grad_norm"].append(grad_norm)
         if args.ref_every and step % args.ref_every == 0:
             reference.load_state_dict(model.state_dict())
         # ---- Log. Statistics of the update cover all its passes, and are null where it had none.
@@ -429,7 +429,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             **{f"reward/{rewards.name(f)}": s.mean().item() for f, s in zip(task.rewards, scores)},
             "advantage_std": advantages.std().item(),
             "flat_groups": (reward == reward[:, :1]).all(1).double().mean().item(),
-            **{k: mean(seen[k]) for k in ("loss", "kl", "grad_norm", "clip_frac", "entropy")},
+            **{k: mean(seen[k]) for k in ("loss", "grad_norm", "clip_frac", "entropy")},
+            "kl": sum(seen["kl"]) / len(seen["loss"]) if seen["kl"] else None,
             "ratio_mean": mean(seen["ratio"]), "ratio_max": max(seen["ratio"], default=None),
             "length": mean(lengths), "length_max": max(lengths),
             "truncated": rollout.truncated.double().mean().item(), "lr": args.lr,
@@ -469,7 +470,7 @@ def number(kind: type, low: float, high: float = 1e300):  # an argparse type: fi
 
 def parse_args(argv: list[str] | None):
     """(args, task, refuse), checked and resolved; refuse(message) is one line and exit status 2."""
-    parser = argparse.ArgumentParser("grpo.py", argparse.SUPPRESS, __doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS)  # errors take one line
     count, coefficient, yes = number(int, 1), number(float, 0), {"action": "store_true"}
     flag = parser.add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
@@ -495,11 +496,11 @@ def parse_args(argv: list[str] | None):
     flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
     flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
-    flag("--aggregate", choices=AGGREGATES, default="sum", help="how tokens' terms add up (sum)")
+    flag("--aggregate", choices=AGGREGATES, default="sum", help="of terms for tokens (sum)")
     flag("--mask-truncated", **yes, help="no loss for completions cut by the limit (DAPO)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
-    flag("--micro-batch", type=count, help="rows at a time; for memory, same gradient (all)")
+    flag("--micro-batch", type=count, help="rows in one backward; for memory, same gradient (all)")
     flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model (0)")
     flag("--kl", choices=KL_ESTIMATORS, default="k3", help="the KL term's estimator (k3)")
     flag("--ref-every", type=count, help="steps after which the reference is renewed (never)")
@@ -510,7 +511,7 @@ def parse_args(argv: list[str] | None):
             args = parser.parse_args([*(argv or sys.argv[1:]), "--out", args.resume])
         task = rewards.make_task(args)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        parser.error(f"--resume {args.resume}: no sound config.json" if args.resume else str(error))
+        parser.error(f"--resume {args.resume}: {error}" if args.resume else str(error))
     args.model = args.model or (LARGE if torch.cuda.is_available() else TINY)
     args.out = args.out or f"runs/{args.task}-{time.strftime('%Y%m%d-%H%M%S')}"
     args.surrogate = args.surrogate or ("sequence" if args.clip_eps else "reinforce")
@@ -528,7 +529,7 @@ def parse_args(argv: list[str] | None):
         args.eval_every and not task.test and "--eval-every needs --eval-data: nothing is held out",
         args.model == TINY and not task.demonstrations
         and f"--model tiny: {args.task} has no demonstrations to start from; use a DIRECTORY",
-        Path(args.out, "config.json").exists() and not args.resume
+        Path(args.out, "metrics.jsonl").exists() and not args.resume
         and f"--out {args.out} already holds a run; name another folder, or --resume it",
     ):
         if why:
@@ -543,10 +544,9 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     (args, task, refuse), stop = parse_args(argv), []
     out, fresh = Path(args.out), args.model == TINY and not args.resume
-    source = args.model
-    flag = f"--model {source} (without a network: --model tiny or --model DIRECTORY)"
+    source, blame = args.model, f"--model {args.model} (offline: --model tiny, --model DIRECTORY)"
     if args.resume:  # from the old checkpoint, if a kill came between the renames of `save`
-        whole, flag = (out / "checkpoint").exists(), f"--resume {out}"
+        whole, blame = (out / "checkpoint").exists(), f"--resume {out}"
         source = out / ("checkpoint" if whole else "checkpoint.old")
     print(f"model: {args.model} (or --model tiny, --model {LARGE}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)  # the tiny model's weights
@@ -562,15 +562,15 @@ def main(argv: list[str] | None = None) -> int:
         room = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or math.inf
         for kind, examples in (("training", task.train), ("held-out", task.test)):
             for row, example in enumerate(examples, 1):
-                flag = f"{kind} example {row}"
+                blame = f"{kind} example {row}"
                 tokens = len(encode_prompt(tokenizer, example["prompt"], args))
                 if not 0 < tokens <= room - args.max_new_tokens:
                     raise ValueError(f"a prompt of {tokens} tokens and --max-new-tokens "
                                      f"{args.max_new_tokens} do not fit a context of {room}")
-        flag = f"--out {out}"
+        blame = f"--out {out}"
         out.mkdir(parents=True, exist_ok=True)
     except Exception as error:  # whatever a damaged file or a chat template makes others raise
-        refuse(f"{flag}: {' '.join(str(error).split())[:300]}")
+        refuse(f"{blame}: {' '.join(str(error).split())[:300]}")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     small = model.num_parameters() < 10_000_000
     args.lr = args.lr if args.lr is not None else task.small_model_lr if small else 1e-5

@@ -124,9 +124,9 @@ def color_demonstration(rng: random.Random) -> tuple[str, str]:
     """One in five well formed, one in five only opened, the rest without tags: the tiny model then
     writes the format sometimes. What is never sampled cannot be reinforced."""
     color = rng.choice(["red", "blue", "yellow"])
-    plain = rng.choice([color, f"{color.title()}.", f"A primary color is {color}."])
+    untagged = rng.choice([color, f"{color.title()}.", f"A primary color is {color}."])
     tagged = [f"<answer>{color}</answer>", f"<answer>{color}"]
-    return COLOR_PROMPT, rng.choices([*tagged, plain], [0.2, 0.2, 0.6])[0]
+    return COLOR_PROMPT, rng.choices([*tagged, untagged], [0.2, 0.2, 0.6])[0]
 
 
 # ---- correct: exact answers ----------------------------------------------------------------------
@@ -159,7 +159,7 @@ def extract_answer(text: str) -> str | None:
     text = "\n".join(before for before, _, _ in parts[lone + 1 :])  # "\n": no tag across a thought
     blocks = [piece.partition("</answer>") for piece in text.split("<answer>")[1:]]
     block = next((b.strip() for b, closed, _ in reversed(blocks) if closed and b.strip()), None)
-    # A box still open where the next one begins holds that one: look no further than the next.
+    # A box not closed before the next one begins encloses it: each piece is searched alone.
     for piece in reversed((block or text).split("\\boxed{")[1:]):
         depths = list(accumulate((char == "{") - (char == "}") for char in piece))
         if -1 in depths:
@@ -172,7 +172,7 @@ def correct_reward(completions: list, answer: list, **columns: list) -> list[flo
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         got, want = extract_answer(text_of(completion)) or "", plain(gold)
-        numbers = parse_number(got), parse_number(want)  # plain golds keep units: cm is not m
+        numbers = parse_number(got), parse_number(want)  # "42 cm" is compared as text
         same = plain(got) == want if None in numbers else numbers[0] == numbers[1]
         rewards.append(float(same and want != ""))
     return rewards
@@ -211,7 +211,7 @@ def read_jsonl(path: str | Path, need_answer: bool) -> list[dict]:
             row = {**json.loads(line.decode())}
             given = row["prompt"]
             roles = [] if isinstance(given, str) else [m["role"] + "" for m in given]
-            prompt = text_of(given).encode() if all(roles) else b""  # half an emoji has no encoding
+            prompt = text_of(given).encode() if all(roles) else b""  # a lone surrogate has none
         for wrong, mend in [
             (not row, 'write one object {"prompt": ...} in JSON and UTF-8'),
             (not prompt.strip(), 'give "prompt" text or messages {"role": .., "content": ..}'),
