@@ -580,7 +580,7 @@ def main(argv: list[str] | None = None) -> int:
               "transformers": transformers.__version__}
     (out / "config.json.new").write_text(json.dumps(config, indent=2) + "\n")
     (out / "config.json.new").replace(out / "config.json")  # a kill never leaves half of it
-    print("  ".join(f"{name} {value}" for name, value in config.items()))
+    print("  ".join(f"{name} {value}" for name, value in config.items() if value is not None))
     first = encode_prompt(tokenizer, task.train[0]["prompt"], args)
     print(f"first prompt: {tokenizer.decode(first)!r}", flush=True)
     if fresh:

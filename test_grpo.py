@@ -1920,15 +1920,15 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(warm, tmp_path):
 
 def test_the_readme_example_of_another_task_runs(warm, tmp_path):
     readme = (PROGRAM.parent / "README.md").read_text()
-    code = re.search(r"```python\n(# my_task\.py\n.*?)```", readme, re.S).group(1)
-    (tmp_path / "my_task.py").write_text(code)
+    code = re.search(r"```python\n(# brief\.py\n.*?)```", readme, re.S).group(1)
+    (tmp_path / "brief.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "my_task.py", "--task", "short", "--model", str(warm), "--steps", "3",
+        [sys.executable, "brief.py", "--task", "brief", "--model", str(warm), "--steps", "3",
          "--out", "run"], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parent), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "reward/short" in metrics_of(tmp_path / "run")[-1]
+    assert "reward/brief" in metrics_of(tmp_path / "run")[-1]
 
 
 
