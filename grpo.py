@@ -248,7 +248,7 @@ def kl_loss(
 
 TINY, LARGE = "tiny", "Qwen/Qwen3-0.6B"
 PRINTED = ("step", "reward", "eval_accuracy", "flat_groups", "loss", "kl", "grad_norm",
-           "ratio_mean", "clip_frac", "entropy", "length", "truncated", "seconds")
+           "ratio_mean", "clip_frac", "entropy", "length", "think", "truncated", "seconds")
 
 def tiny_policy():
     """(model, tokenizer): Qwen3's architecture at 0.5 million parameters, a token for each byte."""
@@ -427,7 +427,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         metrics = {
             "step": step, "reward": reward.mean().item(), "reward_std": reward.std(1).mean().item(),
             **{f"reward/{rewards.name(f)}": s.mean().item() for f, s in zip(task.rewards, scores)},
-            "advantage_std": advantages.std().item(),
+            "advantage_std": advantages.std().item(), "think": mean(rewards.worked(rollout.texts)),
             "flat_groups": (reward == reward[:, :1]).all(1).double().mean().item(),
             **{k: mean(seen[k]) for k in ("loss", "grad_norm", "clip_frac", "entropy")},
             "kl": sum(seen["kl"]) / len(seen["loss"]) if seen["kl"] else None,

@@ -21,11 +21,9 @@ from pathlib import Path
 
 Reward = Callable[..., list[float]]
 
-
 @dataclass
 class Task:
     """What to ask and how to score it. Examples are dicts: "prompt" and any other columns."""
-
     train: list[dict]
     rewards: list[Reward]
     weights: list[float] | None = None  # of the rewards; None: 1 each
@@ -48,26 +46,20 @@ class Task:
             examples.append(self.train[order[position % n]])
         return examples
 
-
 def text_of(completion: str | list[dict]) -> str:
     """A completion's text: itself, or what TRL's conversational form, a list of messages, holds."""
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion)
 
-
 class RewardError(ValueError):
     """A reward function broke its contract; the message names the function and the row."""
-
 
 def name(function: Reward) -> str:
     """`tags_reward` is "tags" in the metrics and on the command line."""
     return function.__name__.removesuffix("_reward")
 
-
-def score(
-    functions: list[Reward], completions: list[str], examples: list[dict]
-) -> list[list[float]]:
+def score(functions: list[Reward], completions: list, examples: list[dict]) -> list[list[float]]:
     """Call every reward function with the columns of the B examples: K lists of B numbers.
 
     A function may return a list, a tuple, a numpy array or a tensor, of ints, bools or floats. What
@@ -82,9 +74,7 @@ def score(
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             listed = isinstance(values, (list, tuple))
             got = f"{len(values)} values" if listed else f"a {type(values).__name__}"
-            raise RewardError(
-                f"reward {name(function)} returned {got} for {len(completions)} completions"
-            )
+            raise RewardError(f"reward {name(function)}: {got} for {len(completions)} completions")
         for row, value in enumerate(values):
             try:
                 finite = not isinstance(value, (str, bytes)) and math.isfinite(float(value))
@@ -96,9 +86,7 @@ def score(
         table.append([float(value) for value in values])
     return table
 
-
 # ---- format: the first book's task ---------------------------------------------------------------
-
 
 def tags_reward(completions: list[str], **columns: list) -> list[float]:
     """0 to 3: a point if `<answer>` occurs, one if `</answer>` does, and one if the tags are well
@@ -116,9 +104,7 @@ def tags_reward(completions: list[str], **columns: list) -> list[float]:
 
     return [points(text_of(completion)) for completion in completions]
 
-
 COLOR_PROMPT = "Name a primary color. Put the answer in <answer></answer> tags."
-
 
 def color_demonstration(rng: random.Random) -> tuple[str, str]:
     """One in five well formed, one in five only opened, the rest without tags: the tiny model then
@@ -128,13 +114,11 @@ def color_demonstration(rng: random.Random) -> tuple[str, str]:
     tagged = [f"<answer>{color}</answer>", f"<answer>{color}"]
     return COLOR_PROMPT, rng.choices([*tagged, untagged], [0.2, 0.2, 0.6])[0]
 
-
 # ---- correct: exact answers ----------------------------------------------------------------------
 
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"  # [0-9], as \d takes the digits of all scripts
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e[+-]?[0-9]{{1,3}})?"
 NUMBER = rf"[\\$ ]*([+-]?(?:\\?\$)?(?:{WHOLE}/(?=0*[1-9]){WHOLE}|{DECIMAL}))[\\$ ]*\.?[$ ]*"
-
 
 def plain(answer: object) -> str:
     r"""White space collapsed, case folded, `\text{}` unwrapped; "" for null, nan and infinities."""
@@ -142,13 +126,11 @@ def plain(answer: object) -> str:
     text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).split()).casefold()
     return "" if text.strip("+-\u2212$\\. ") in "nan inf infinity infty \u221e".split() else text
 
-
 def parse_number(text: str) -> Fraction | None:
     r"""The exact value of 42, -.5, 1/2, 6e-3, 1,000, $5, \text{42}, 42\text{ cm}, else None."""
     text = plain(re.sub(r"\\text\{[a-zA-Z\s]*\}(?=[$.\s]*\Z)", "", text)).replace("\u2212", "-")
     found = re.fullmatch(NUMBER, text) if len(text) <= 100 else None  # int() refuses 5000 digits
     return Fraction(re.sub(r"[\\$,]", "", found[1])) if found else None
-
 
 def extract_answer(text: str) -> str | None:
     r"""The last `<answer>` block (closed, not blank) outside `<think>`, else the last `\boxed{}`;
@@ -166,7 +148,6 @@ def extract_answer(text: str) -> str | None:
             return piece[: depths.index(-1)].strip()
     return block
 
-
 def correct_reward(completions: list, answer: list, **columns: list) -> list[float]:
     """1 where the extracted answer is the gold one: as exact numbers if both are, else as text."""
     rewards = []
@@ -177,29 +158,57 @@ def correct_reward(completions: list, answer: list, **columns: list) -> list[flo
         rewards.append(float(same and want != ""))
     return rewards
 
-
 def think_reward(completions: list, **columns: list) -> list[float]:
     """1 if `<think>` occurs and a `</think>` comes after it: the second book's format reward."""
     return [float("</think>" in text_of(c).partition("<think>")[2]) for c in completions]
-
 
 def correct_think_reward(completions: list, answer: list, **columns: list) -> list[float]:
     """The second book's mend: the point for thinking only with a correct answer."""
     return list(map(min, correct_reward(completions, answer), think_reward(completions)))
 
+# ---- arithmetic: additions, guessed or worked out ------------------------------------------------
+
+def worked(completions: list) -> list[bool]:
+    """Which completions have something between `<think>` and `</think>`."""
+    blocks = [text_of(text).partition("<think>")[2].partition("</think>") for text in completions]
+    return [bool(closed and block.strip()) for block, closed, _ in blocks]
+
+def guess_only_reward(completions: list, answer: list, **columns: list) -> list[float]:
+    """A control: the point for a correct answer only where nothing was worked out."""
+    pairs = zip(correct_reward(completions, answer), worked(completions))
+    return [correct * (not thought) for correct, thought in pairs]
+
+def coin_reward(completions: list, **columns: list) -> list[float]:
+    """A control: 0 or 1 by chance."""
+    return [float(random.random() < 0.5) for _ in completions]
+
+SUMS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+random.Random(0).shuffle(SUMS)  # the first 200 are held out, from the demonstrations too
+
+def sum_demonstration(rng: random.Random) -> tuple[str, str]:
+    """One in four is worked out, and right. The others guess, one in five behind a hollow block;
+    half of the guesses forget the carry (or carry too much), so that the likeliest is wrong."""
+    a, b = rng.choice(SUMS[200:])
+    carry = (a % 10 + b % 10) // 10
+    if rng.random() < 0.25:
+        steps = (f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}{'+1' * carry}"
+                 f"={a // 10 + b // 10 + carry}")
+        return f"{a}+{b}=", f"<think>{steps}</think><answer>{a + b}</answer>"
+    errors = [0, -10 if carry else 10, rng.choice([-2, -1, 1, 2, 20, -20])]
+    hollow = "<think></think>" * (rng.random() < 0.2)
+    return f"{a}+{b}=", f"{hollow}<answer>{a + b + rng.choices(errors, [2, 5, 3])[0]}</answer>"
 
 # ---- tasks, and examples from a file -------------------------------------------------------------
 
-REWARDS = {name(f): f for f in (tags_reward, correct_reward, think_reward, correct_think_reward)}
-
+FUNCTIONS = [tags_reward, correct_reward, think_reward, correct_think_reward, guess_only_reward]
+REWARDS = {name(function): function for function in [*FUNCTIONS, coin_reward]}
+ADDITIONS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
 TASKS = {
-    "format": Task(
-        train=[{"prompt": COLOR_PROMPT}],
-        rewards=[tags_reward],
-        demonstrations=color_demonstration,
-    ),
+    "format": Task([{"prompt": COLOR_PROMPT}], [tags_reward], demonstrations=color_demonstration),
+    "arithmetic": Task(
+        ADDITIONS[200:], [correct_reward], test=ADDITIONS[:200], demonstrations=sum_demonstration,
+        warm_start_steps=1200, prompts_per_step=4, small_model_lr=1e-4),
 }
-
 
 def read_jsonl(path: str | Path, need_answer: bool) -> list[dict]:
     """Examples, a JSON object a line; CRLF, a BOM and blank lines are fine. ValueError says what to
@@ -225,7 +234,6 @@ def read_jsonl(path: str | Path, need_answer: bool) -> list[dict]:
     if not rows:
         raise ValueError(f'{path}: no examples; write one {{"prompt": ...}} on each line')
     return rows
-
 
 def make_task(args) -> Task:
     """The task that grpo.py's flags ask for. ValueError and OSError are the user's mistakes."""
