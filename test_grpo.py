@@ -1405,8 +1405,8 @@ def test_what_the_per_token_sums_miss_is_the_first_tokens_effect_on_the_second()
 @pytest.mark.parametrize("surrogate", ["reinforce", "sequence", "token", "gspo", "cispo"])
 def test_with_all_rewards_equal_the_whole_gradient_is_the_kls(surrogate):
     old, ref, mask = table(PI2)[:4], table(REF2)[:4], torch.ones(4, 2, dtype=torch.bool)
-    for rewards, equal in (f64([0.1] * 4), True), (f64([1, 1, 0, 0]), False):
-        A = grpo.group_advantages(rewards)[0]
+    for given, equal in (f64([0.1] * 4), True), (f64([1, 1, 0, 0]), False):
+        A = grpo.group_advantages(given)[0]
         ours = gradient_of(
             lambda x, A=A: 0.02 * grpo.kl_loss(x, ref, mask, "k3")
             + grpo.policy_loss(x, old, A, mask, surrogate, 10)[0], table(MU2)[:4])
@@ -1507,9 +1507,9 @@ def test_with_eps_of_1_or_more_the_lower_bound_never_acts(eps):
 def test_with_all_advantages_zero_adams_momentum_still_moves_the_weights():
     theta, mask = PI.clone().requires_grad_(), torch.ones(4, 1, dtype=torch.bool)
     optimizer, path = torch.optim.AdamW([theta], lr=1e-3, weight_decay=0), [PI]
-    for rewards in f64([1, 1, 0, 0]), f64([1, 1, 1, 1]):  # so grpo makes no step of the second
+    for given in f64([1, 1, 0, 0]), f64([1, 1, 1, 1]):  # so grpo makes no step of the second
         optimizer.zero_grad()
-        A, logps = grpo.group_advantages(rewards)[0], table(theta)
+        A, logps = grpo.group_advantages(given)[0], table(theta)
         grpo.policy_loss(logps, logps, A, mask)[0].backward()
         optimizer.step()
         path.append(theta.detach().clone())
