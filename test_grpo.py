@@ -1276,6 +1276,249 @@ def test_rewards_have_the_signature_that_trl_calls():
     assert any(p.kind == p.VAR_KEYWORD for p in parameters)  # takes columns it does not use
 
 
+# ==== Reasons: why the terms do what they do, on small policies enumerated exactly ===============
+
+
+# ==== Reasons: policies small enough to enumerate every outcome, in float64 ======================
+# A table holds the log-probabilities of the tokens of every outcome: (outcomes, tokens).
+# Expectations are sums over outcomes; the right gradients are autograd's, of closed forms.
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# One token of four: the policy, the reference, and another policy that samples.
+PI, REF, MU = f64(2, 1, 0, -1), f64(0, 2, -1, 2), f64(0, 0.3, 0.8, -0.6)
+# Two tokens of three: row 0 holds the first token's logits, row 1 + a the second's after a.
+PI2 = f64([1, 0, -1], [0, 1, 0], [0, 2, 0], [2, 0, 1])
+REF2 = f64([0, 1, 0], [0, 1, 0], [0, 1, 0], [0, 1, 0])
+MU2 = f64([0, 0, 0.5], [0, 0.5, 0], [0, 0, 0.5], [0.5, 0, 0])
+
+
+def table(logits, whole=False):  # whole: the sequence as a single token
+    if logits.dim() == 1:
+        return logits.log_softmax(0)[:, None]
+    logps = logits.log_softmax(1)
+    rows = torch.stack([logps[0][:, None].expand(3, 3), logps[1:]], 2).reshape(9, 2)
+    return rows.sum(1, keepdim=True) if whole else rows
+
+
+def gradient_of(function, at):
+    at = at.clone().requires_grad_()
+    return torch.autograd.grad(function(at), at)[0]
+
+
+def gradient_of_kl(logits, p, q):  # KL(p || q) of whole outcomes, by logits, which p or q is
+    def exact(x):
+        log_p, log_q = (table(x if y is logits else y, whole=True) for y in (p, q))
+        return (log_p.exp() * (log_p - log_q)).sum()
+    return gradient_of(exact, logits)
+
+
+def expected_kl_gradient(estimator, logits, ref, sampler=None, whole=False, chances=None,
+                         mask=None, aggregate="sum"):
+    """Average gradient of kl_loss, called with one row for each outcome, as often as the sampler
+    (None: the policy itself) draws it, or as chances say; these weights are constants."""
+    old = table(logits if sampler is None else sampler, whole)
+    chances = old.sum(1).exp() if chances is None else chances
+    masks = torch.ones_like(old).bool() if mask is None else mask
+
+    def average(x):
+        rows = zip(*(rows.split(1) for rows in (table(x, whole), table(ref, whole), masks, old)))
+        losses = [grpo.kl_loss(logps, ref_row, mask, estimator, aggregate, old_row)
+                  for logps, ref_row, mask, old_row in rows]
+        return chances @ torch.stack(losses)
+    return gradient_of(average, logits)
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def off(ours, exact):
+    return ((ours - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("pi, ref, mu", [(PI, REF, MU), (PI2, REF2, MU2)])
+def test_k1s_expected_gradient_is_the_same_for_two_references_and_zero_on_policy(pi, ref, mu):
+    # The sum over outcomes of p grad log p is the gradient of the sum of p, which is 1.
+    assert expected_kl_gradient("k1", pi, ref).abs().max() < 1e-15
+    one, other = (expected_kl_gradient("k1", pi, r, mu) for r in (ref, mu))
+    assert torch.equal(one, other) and one.norm() > 0.1  # off-policy: not zero, and still the same
+    assert not close(*(expected_kl_gradient("k3", pi, r, mu) for r in (ref, mu)))
+
+
+def test_k1_is_zero_on_policy_under_sum_and_under_mean_makes_completions_longer():
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    mask[:3, 1] = False  # token 0 is the EOS: no second token after it
+    assert expected_kl_gradient("k1", PI2, REF2, mask=mask).abs().max() < 1e-15
+    gradient = expected_kl_gradient("k1", PI2, REF2, mask=mask, aggregate="mean")[0]
+    p, per_length = PI2[0].softmax(0), f64(1, 0.5, 0.5)
+    assert close(gradient, p * per_length - (p @ per_length) * p)
+    assert gradient[0] > 0.1 and (gradient[1:] < 0).all()  # descent makes the EOS rarer
+
+
+def test_k1_under_top_p_moves_mass_out_of_the_nucleus_and_raises_the_entropy():
+    p = PI.softmax(0)  # 0.64, 0.24, 0.09, 0.03: the nucleus of top-p 0.9 is the first three
+    assert p[:2].sum() < 0.9 < p[:3].sum()
+    q = p * f64(1, 1, 1, 0) / p[:3].sum()  # this samples; all of p scores
+    gradient = expected_kl_gradient("k1", PI, REF, chances=q)
+    assert close(gradient, q - p) and gradient.norm() > 0.02
+    after = (PI - gradient).softmax(0)
+    assert after[:3].sum() < p[:3].sum() - 1e-3
+    assert torch.special.entr(after).sum() > torch.special.entr(p).sum() + 1e-3
+    assert close(expected_kl_gradient("k1", PI, PI, chances=q), gradient)  # even at the reference
+    assert not expected_kl_gradient("k3", PI, PI, chances=q).any()  # where k3 rests
+
+
+@pytest.mark.parametrize("estimator, p, q", [("k2", PI, REF), ("k3", REF, PI),
+                                             ("weighted", PI, REF)])
+def test_one_token_k2_and_weighted_follow_kl_policy_reference_and_k3_the_other(estimator, p, q):
+    ours = expected_kl_gradient(estimator, PI, REF)
+    assert close(ours, gradient_of_kl(PI, p, q))
+    assert off(ours, gradient_of_kl(PI, q, p)) > 0.2
+    # From another policy's samples only the weighted form still does.
+    miss = off(expected_kl_gradient(estimator, PI, REF, MU), gradient_of_kl(PI, p, q))
+    assert miss < 1e-12 if estimator == "weighted" else miss > 0.2
+
+
+@pytest.mark.parametrize("estimator, p, q, sampler, miss", [
+    ("k2", PI2, REF2, None, 0.1419), ("k3", REF2, PI2, None, 0.1933),
+    ("weighted", PI2, REF2, None, 0.1419), ("weighted", PI2, REF2, MU2, 0.3313)])
+def test_two_tokens_per_token_sums_miss_the_sequences_kl_and_its_own_form_does_not(
+        estimator, p, q, sampler, miss):
+    exact = gradient_of_kl(PI2, p, q)
+    assert close(expected_kl_gradient(estimator, PI2, REF2, sampler, whole=True), exact)
+    sums = expected_kl_gradient(estimator, PI2, REF2, sampler)
+    assert off(sums, exact) == pytest.approx(miss, abs=5e-4)  # of these logits; others differ
+
+
+def test_what_the_per_token_sums_miss_is_the_first_tokens_effect_on_the_second():
+    p, q = PI2[1:].log_softmax(1), REF2[1:].log_softmax(1)
+    later = (p.exp() * (p - q)).sum(1)  # KL of the second token after each first one
+    effect = gradient_of(lambda first: first.softmax(0) @ later, PI2[0])
+    missed = gradient_of_kl(PI2, PI2, REF2) - expected_kl_gradient("k2", PI2, REF2)
+    assert close(missed[0], effect) and close(missed[1:], torch.zeros(3, 3).double())
+
+
+@pytest.mark.parametrize("surrogate", ["reinforce", "sequence", "token", "gspo", "cispo"])
+def test_with_all_rewards_equal_the_whole_gradient_is_the_kls(surrogate):
+    old, ref, mask = table(PI2)[:4], table(REF2)[:4], torch.ones(4, 2, dtype=torch.bool)
+    for given, equal in (f64([0.1] * 4), True), (f64([1, 1, 0, 0]), False):
+        A = grpo.group_advantages(given)[0]
+        ours = gradient_of(
+            lambda x, A=A: 0.02 * grpo.kl_loss(x, ref, mask, "k3")
+            + grpo.policy_loss(x, old, A, mask, surrogate, 10)[0], table(MU2)[:4])
+        k3 = (1 - (ref - table(MU2)[:4]).exp()) / 4  # exp(d) - d - 1, differentiated by hand
+        assert close(ours, 0.02 * k3) == equal
+
+
+def adam_step(coefficient, earlier_steps, eps=0.0):
+    """How far AdamW, lr 1, moves PI by its next step, on the KL term alone."""
+    theta = PI.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theta], lr=1, eps=eps, weight_decay=0)
+    for step in range(earlier_steps):  # gradients of +-1, as if from the policy's phase
+        theta.grad = torch.full_like(PI, (-1.0) ** step)
+        optimizer.step()
+    theta.data, theta.grad = PI.clone(), coefficient * expected_kl_gradient("k3", PI, REF)
+    optimizer.step()
+    return theta.detach() - PI
+
+
+def test_adams_first_step_does_not_depend_on_the_kl_coefficient():
+    large, small = adam_step(0.02, 0), adam_step(0.001, 0)
+    assert close(large, -gradient_of_kl(PI, REF, PI).sign())  # g / sqrt(g^2), whatever the scale
+    assert close(small, large)
+    assert not close(adam_step(0.001, 0, eps=1e-5), adam_step(0.02, 0, eps=1e-5))
+
+
+def test_with_the_second_moment_kept_adams_step_grows_as_the_kl_coefficient_20_fold():
+    momentum = adam_step(0.0, 50)  # what would have happened anyway
+    large, small = adam_step(0.02, 50) - momentum, adam_step(0.001, 50) - momentum
+    assert (large / small).tolist() == pytest.approx([20] * 4, rel=1e-4)
+
+
+def test_on_the_first_pass_the_loss_is_0_the_ratio_1_and_the_gradient_reinforces():
+    chances, one = table(PI2, whole=True)[:, 0].exp(), torch.ones(1, 2, dtype=torch.bool)
+    rewards = f64(1, 0, 0, 3, 1, 0, 0, 0, 3)
+    A = rewards - chances @ rewards  # as in an endless group
+    # Williams 1992: on average REINFORCE's gradient is that of the expected reward.
+    exact = gradient_of(lambda x: -(table(x, whole=True)[:, 0].exp() @ rewards), PI2)
+
+    def loss(logits, surrogate):
+        losses, stats = zip(*(grpo.policy_loss(logps, logps, a, one, surrogate, 0.2)
+                              for logps, a in zip(table(logits).split(1), A.split(1))))
+        assert all(s["ratios"].tolist() == [1] for s in stats)
+        return chances @ torch.stack(losses)
+    assert loss(PI2, "sequence").item() == pytest.approx(0, abs=1e-15)
+    assert abs(loss(PI2, "reinforce").item()) > 0.01  # another loss, the same gradient
+    assert close(gradient_of(lambda x: loss(x, "sequence"), PI2), exact)
+    assert close(gradient_of(lambda x: loss(x, "reinforce"), PI2), exact)
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_format_at_weight_1_pays_a_wrong_formatted_answer_like_a_right_unformatted_one(scale):
+    right, formatted = f64([1, 1, 0, 0]), f64([1, 0, 1, 0])
+    A = grpo.group_advantages(right + formatted, scale)[0].tolist()
+    assert A[1] == A[2] == 0 and A[0] == -A[3] > 0.5
+    A = grpo.group_advantages(right + 0.1 * formatted, scale)[0].tolist()
+    assert A[0] > A[1] > 0 > A[2] > A[3]  # at weight 0.1 the answer decides
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_format_adds_nothing_to_the_advantages_once_every_completion_has_it(scale):
+    right, formatted = f64([1, 0, 0, 0, 1, 0, 0, 0]), f64([1] * 8)
+    expected = grpo.group_advantages(right, scale)
+    assert close(grpo.group_advantages(right + formatted, scale), expected)
+    formatted[0, 3] = 0
+    assert not close(grpo.group_advantages(right + formatted, scale), expected)
+
+
+def clip_gradients(ratios, A, *clip):
+    """Of the sequence loss of one token, by its log-probability, for each ratio."""
+    one, A = torch.ones(1, 1, dtype=torch.bool), f64(A)
+    return torch.cat([gradient_of(
+        lambda x: grpo.policy_loss(x, f64([0]), A, one, "sequence", *clip)[0], log_ratio)
+        for log_ratio in ratios.log()[:, None, None]])[:, 0]
+
+
+@pytest.mark.parametrize("A", [1.0, -1.0])
+def test_the_clip_stops_what_went_far_enough_and_never_what_went_the_wrong_way(A):
+    ratios = f64(0.01, 0.5, 0.79, 0.81, 1, 1.27, 1.29, 3, 100)  # bounds 0.8 and 1.28
+    stopped = ratios > 1.28 if A > 0 else ratios < 0.8
+    assert close(clip_gradients(ratios, A, 0.2, 0.28), torch.where(stopped, 0, -A * ratios))
+
+
+def test_a_bad_completion_that_grew_likelier_is_pushed_back_in_full_and_by_the_book_not_at_all():
+    ratios = f64(1.1, 1.3, 3, 100)
+    book = gradient_of(lambda x: -(-1 * x.exp().clamp(max=1.2)).sum(), ratios.log())
+    assert close(book, f64(1.1, 0, 0, 0))  # its loss is -A min(r, 1 + eps)
+    assert close(clip_gradients(ratios, -1, 0.2), ratios)
+
+
+@pytest.mark.parametrize("eps", [1, 10])
+def test_with_eps_of_1_or_more_the_lower_bound_never_acts(eps):
+    ratios = torch.logspace(-8, 8, 33, dtype=torch.float64)  # a ratio is above 0, so above 1 - eps
+    assert close(clip_gradients(ratios, -1, eps), ratios)
+    assert close(clip_gradients(ratios, -1, 0.95), torch.where(ratios < 0.05, 0, ratios))
+
+
+def test_with_all_advantages_zero_adams_momentum_still_moves_the_weights():
+    theta, mask = PI.clone().requires_grad_(), torch.ones(4, 1, dtype=torch.bool)
+    optimizer, path = torch.optim.AdamW([theta], lr=1e-3, weight_decay=0), [PI]
+    for given in f64([1, 1, 0, 0]), f64([1, 1, 1, 1]):  # so grpo makes no step of the second
+        optimizer.zero_grad()
+        A, logps = grpo.group_advantages(given)[0], table(theta)
+        grpo.policy_loss(logps, logps, A, mask)[0].backward()
+        optimizer.step()
+        path.append(theta.detach().clone())
+    assert not theta.grad.any()
+    # Moments of g, then 0, each over 1 - beta^2: (0.09 / 0.19) / sqrt(0.000999 / 0.001999), 67%.
+    part = (path[2] - path[1]) / (path[1] - path[0])
+    assert part.tolist() == pytest.approx([0.67006] * 4, rel=1e-4)
+
+
 # ==== Right answers, thinking, and data files ====================================================
 
 
