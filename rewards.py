@@ -28,8 +28,7 @@ class Task:
     rewards: list[Reward]
     weights: list[float] | None = None  # of the rewards; None: 1 each
     test: list[dict] = field(default_factory=list)
-    # What the tiny model learns from before GRPO: rng -> (prompt, completion).
-    demonstrations: Callable[[random.Random], tuple[str, str]] | None = None
+    demonstrations: Callable[[random.Random], tuple[str, str]] | None = None  # for a warm start
     warm_start_steps: int = 300  # of 16 demonstrations each
     prompts_per_step: int = 1
     max_new_tokens: int = 64
@@ -183,20 +182,20 @@ def coin_reward(completions: list, **columns: list) -> list[float]:
     return [float(random.random() < 0.5) for _ in completions]
 
 SUMS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-random.Random(0).shuffle(SUMS)  # the first 200 are held out, from the demonstrations too
+random.Random(0).shuffle(SUMS)  # the first 200 are held out, also from the demonstrations
 
 def sum_demonstration(rng: random.Random) -> tuple[str, str]:
-    """One in four is worked out, and right. The others guess, one in five behind a hollow block;
-    half of the guesses forget the carry (or carry too much), so that the likeliest is wrong."""
+    """One in five is worked out, and right. The others guess, one in ten behind a hollow block;
+    most of them forget the carry (or carry too much), so that the likeliest guess is wrong."""
     a, b = rng.choice(SUMS[200:])
     carry = (a % 10 + b % 10) // 10
-    if rng.random() < 0.25:
+    if rng.random() < 0.2:
         steps = (f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}{'+1' * carry}"
                  f"={a // 10 + b // 10 + carry}")
         return f"{a}+{b}=", f"<think>{steps}</think><answer>{a + b}</answer>"
     errors = [0, -10 if carry else 10, rng.choice([-2, -1, 1, 2, 20, -20])]
-    hollow = "<think></think>" * (rng.random() < 0.2)
-    return f"{a}+{b}=", f"{hollow}<answer>{a + b + rng.choices(errors, [2, 5, 3])[0]}</answer>"
+    hollow = "<think></think>" * (rng.random() < 0.1)
+    return f"{a}+{b}=", f"{hollow}<answer>{a + b + rng.choices(errors, [2, 7, 2])[0]}</answer>"
 
 # ---- tasks, and examples from a file -------------------------------------------------------------
 

@@ -1886,7 +1886,7 @@ def test_the_default_run_leaves_what_design_promises(default_run):
     assert {key: config[key] for key in wanted} == wanted
     names = """step reward reward_std reward/tags advantage_std flat_groups loss kl grad_norm
         ratio_mean ratio_max clip_frac entropy length length_max truncated lr tokens_per_s seconds
-        seconds_sample seconds_update""".split()
+        seconds_sample seconds_update think""".split()
     metrics = metrics_of(out)
     assert all(set(names) <= set(row) for row in metrics)
     samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
@@ -3069,3 +3069,73 @@ def test_a_step_whose_completions_were_all_cut_moves_nothing(made, tmp_path, mon
     call(*made, "--steps", 2, "--mask-truncated", "--kl-coef", 0.1, "--out", tmp_path / "run")
     assert same_weights(made[3], tmp_path / "run" / "checkpoint")
     assert [row["loss"] for row in metrics_of(tmp_path / "run")] == [None, None]
+
+
+# ==== The arithmetic task =========================================================================
+
+
+def test_200_additions_are_held_out_from_training_and_from_the_demonstrations():
+    task, rng = rewards.TASKS["arithmetic"], random.Random(0)
+    held_out, trained = ({e["prompt"] for e in part} for part in (task.test, task.train))
+    assert len(held_out) == 200 and len(held_out | trained) == 90 * 90
+    shown = {task.demonstrations(rng)[0] for _ in range(20_000)}
+    assert len(shown) > 5000 and not shown & held_out
+    for example in task.train + task.test:
+        a, b = example["prompt"].removesuffix("=").split("+")
+        assert int(a) + int(b) == int(example["answer"])
+
+
+def test_the_demonstrations_work_out_a_fifth_and_guess_the_others_mostly_wrong():
+    rng, kinds, errors = random.Random(0), {"worked": 0, "hollow": 0, "guess": 0}, {}
+    for _ in range(20_000):
+        prompt, text = rewards.sum_demonstration(rng)
+        a, b = map(int, prompt.removesuffix("=").split("+"))
+        error = int(text.split("<answer>")[1].removesuffix("</answer>")) - a - b
+        if rewards.worked([text])[0]:
+            kinds["worked"] += 1
+            ones, tens = text.split("<think>")[1].split("</think>")[0].split(",")
+            for step in (ones, tens):  # every step written down is true
+                terms, total = step.split("=")
+                assert sum(map(int, terms.split("+"))) == int(total)
+            assert error == 0 and int(tens.split("=")[1] + ones[-1]) == a + b
+            continue
+        kinds["hollow" if text.startswith("<think></think>") else "guess"] += 1
+        slip = -10 if a % 10 + b % 10 > 9 else 10  # a carry forgotten, or one too many
+        errors[error == 0, error == slip] = errors.get((error == 0, error == slip), 0) + 1
+    assert kinds["worked"] / 20_000 == pytest.approx(0.2, abs=0.01)
+    assert kinds["hollow"] / 20_000 == pytest.approx(0.08, abs=0.01)
+    guesses = sum(errors.values())
+    assert errors[True, False] / guesses == pytest.approx(2 / 11, abs=0.02)  # right
+    assert errors[False, True] / guesses == pytest.approx(7 / 11, abs=0.02)  # one wrong value
+
+
+@pytest.mark.parametrize("text, thought", [
+    ("<think>2+3=5</think><answer>5</answer>", True), ("<think></think><answer>5</answer>", False),
+    ("<think> \n</think>5", False), ("<think>2+3", False), ("2+3</think>", False), ("", False),
+    ("</think>2<think>", False),
+])  # fmt: skip
+def test_worked_wants_something_between_the_think_tags(text, thought):
+    assert rewards.worked([text, [{"role": "assistant", "content": text}]]) == [thought] * 2
+
+
+def test_the_controls_pay_for_guesses_alone_and_by_chance():
+    worked, guess = "<think>2+3=5</think><answer>5</answer>", "<answer>5</answer>"
+    completions = [worked, guess, "<think></think>" + guess, "<answer>6</answer>"]
+    assert rewards.guess_only_reward(completions, ["5"] * 4) == [0, 1, 1, 0]
+    random.seed(0)
+    coins = rewards.coin_reward([worked] * 2000)
+    assert set(coins) == {0.0, 1.0} and 900 < sum(coins) < 1100
+    random.seed(0)
+    assert rewards.coin_reward([worked] * 2000) == coins  # so a resumed run tosses the same
+
+
+def test_the_arithmetic_task_evaluates_and_logs_the_worked_fraction(warm, tmp_path, monkeypatch):
+    task = rewards.TASKS["arithmetic"]
+    monkeypatch.setattr(task, "test", task.test[:8])
+    call("--task", "arithmetic", "--model", warm, "--steps", 1, "--eval-every", 1, "--out",
+         tmp_path / "run")
+    before, step = metrics_of(tmp_path / "run")
+    assert before == {"step": 0, "eval_accuracy": 0.0} and step["eval_accuracy"] == 0.0
+    assert step["think"] == 0.0 and step["lr"] == 1e-4
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert len({sample["prompt"] for sample in samples}) == 4 and len(samples) == 32
