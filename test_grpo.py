@@ -2640,11 +2640,13 @@ def test_rewards_take_one_message_chat_completions(name):
     texts = ["<think>2 + 2</think><answer>4</answer>", "<answer>4</answer>", "<answer>", "4"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     columns = {"prompts": ["?"] * 4, "answer": ["4"] * 4}
+    random.seed(1)
+    coins = [float(random.random() < 0.5) for _ in texts]
     wanted = {"tags": [3, 3, 1, 0], "correct": [1, 1, 0, 0], "think": [1, 0, 0, 0],
-              "correct_think": [1, 0, 0, 0]}[name]
-    function = rewards.REWARDS[name]
-    assert function(completions=texts, **columns) == wanted
-    assert function(completions=chats, **columns) == wanted
+              "correct_think": [1, 0, 0, 0], "guess_only": [0, 1, 0, 0], "coin": coins}[name]
+    for completions in (texts, chats):
+        random.seed(1)
+        assert rewards.REWARDS[name](completions=completions, **columns) == wanted
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
