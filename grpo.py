@@ -461,16 +461,16 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
 
 # ==== Flags and main ============================================================================
 
-def number(kind: type, low: float, high: float = 1e300):  # an argparse type: finite, in range
+def number(kind: type, low: float, high: float = math.inf):  # an argparse type
     def number(text: str):  # argparse shows this name: invalid number value: 'x'
-        if not low <= kind(text) <= high:  # refuses NaN too
-            raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
+        if not low <= kind(text) <= min(high, 1e300):  # refuses NaN too
+            raise argparse.ArgumentTypeError(f"{text} is no finite number from {low:g} to {high:g}")
         return kind(text)
     return number
 
 def parse_args(argv: list[str] | None):
     """(args, task, refuse), checked and resolved; refuse(message) is one line and exit status 2."""
-    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS)  # errors take one line
+    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False)
     count, coefficient, yes = number(int, 1), number(float, 0), {"action": "store_true"}
     flag = parser.add_argument
     flag("--task", choices=list(rewards.TASKS), default="format", help="of rewards.py (format)")
