@@ -33,7 +33,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +42,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, rnn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
 
 import rewards
 
 # ==== 1. Sample: a group of completions for each prompt, each ending at its first EOS ===========
-
 @dataclass
 class Rollout:
     """What the policy wrote, as token ids. The texts are for rewards and never encoded again."""
@@ -87,9 +84,8 @@ def fixed_network(model):
 def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
     """Draw group_size completions of each prompt (text or token ids), in adjacent rows; temperature
-    0 is greedy. `generate` fills in what it is not given (top_k, repetition penalty, ...) from the
-    model's own generation config, and would then sample from another distribution than token_logps
-    scores: that config is set aside, except for its EOS ids, which join the tokenizer's."""
+    0 is greedy. The model's own generation config (top_k, repetition penalty, ...) is set aside but
+    for its EOS ids, or `generate` would draw from another distribution than token_logps scores."""
     own_config = model.generation_config
     eos = own_config.eos_token_id  # None, an int or a list
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
@@ -113,14 +109,12 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
     return Rollout(input_ids, torch.cat([prompt_mask, mask.long()], 1), mask, texts, truncated)
 
 # ==== 2. Reward (rewards.score, in rewards.py) and 3. Compare: the group is its own baseline ====
-
 def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> Tensor:
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
-
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 for a group whose rewards are all equal: in float32 the std of eight times 0.1 is not
-    0 but 8e-9, and what rounding leaves would pass for an advantage. ValueError for G < 2."""
+    Exactly 0 where a group's rewards are all equal: in float32 the std of eight times 0.1 is 8e-9,
+    and what rounding leaves would pass for an advantage. ValueError for G < 2."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -128,14 +122,21 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     flat = (rewards == rewards[:, :1]).all(1, keepdim=True)  # (P, 1)
     return ((rewards - rewards.mean(1, keepdim=True)) / spread).masked_fill(flat, 0.0)
 
-# ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
+def gdpo_advantages(rewards: Tensor, weights, eps: float = 1e-4) -> Tensor:
+    """GDPO: each of K rewards is normalised in its group before they are added, so that none drowns
+    the others. rewards (P, G, K) -> sum of weights[k] * A_k, (P, G), normalised over all P*G. Flat
+    groups stay exactly 0. With one reward these are GRPO's advantages, uniformly rescaled."""
+    total = sum(w * group_advantages(r, eps=eps) for w, r in zip(weights, rewards.unbind(2)))
+    flat = (total == total[:, :1]).all(1, keepdim=True)
+    return group_advantages(total.view(1, -1), "std", eps).view_as(total).masked_fill(flat, 0.0)
 
+# ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
 def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len: int,
                 temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
     l_t = z_t[token_t] - logsumexp(z_t), z = logits / temperature: the temperature that sampled, or
-    it would be another policy's. Both float32 (B, T); gradients flow through l alone. input_ids
-    and attention_mask (B, L+T): prompts padded on the left, then completions."""
+    it would be another policy's. input_ids, attention_mask (B, L+T): prompts padded on the left,
+    then completions -> both float32 (B, T); gradients flow through l alone."""
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     with fixed_network(model):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False,
@@ -144,16 +145,10 @@ def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len
     logits = logits[:, -completion_len - 1:-1].float() / temperature  # (B, T, V)
     tokens = input_ids[:, -completion_len:].unsqueeze(2)  # (B, T, 1)
     logps = logits.gather(2, tokens).squeeze(2) - logits.logsumexp(2)
-    with torch.no_grad():
-        entropy = torch.special.entr(logits.softmax(2)).sum(2)
-    return logps, entropy
+    return logps, torch.special.entr(logits.detach().softmax(2)).sum(2)
 
 # ==== 5. Update: the surrogate, its aggregation, the KL term ====================================
-
-SURROGATES = ("reinforce", "sequence", "token", "gspo", "cispo")
 PER_COMPLETION = ("sequence", "gspo")  # have a term for each completion, the others for each token
-AGGREGATES = ("sum", "mean", "token", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3", "weighted")
 
 def denominator(mask: Tensor, aggregate: str, max_len: int | None = None):
     """What `aggregate_terms` divides by, from the (B, T) mask of all rows of an update."""
@@ -177,10 +172,9 @@ def policy_loss(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
     surrogate: str = "reinforce", clip_eps: float | None = None, clip_eps_high: float | None = None,
     aggregate: str = "sum", max_len: int | None = None, weights: Tensor | None = None,
-    normalizer=None,
+    normalizer=None, off_policy_mask: float | None = None,
 ) -> tuple[Tensor, dict]:
     """The loss that makes completions better than their group likelier, and worse ones less so.
-
     Its terms; A advantage, l log-probability, lo = clip_eps, hi = clip_eps_high or else clip_eps:
     "reinforce"  token       -A l                              Williams 1992; the first book
     "sequence"   completion  -min(r A, clip(r, 1-lo, 1+hi) A)  r = exp(sum(l - old)); 2nd book, 7.4
@@ -192,6 +186,7 @@ def policy_loss(
     of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
     Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
     exp: no infinity reaches a gradient, and a term beyond that has none (not counted as clipped).
+    off_policy_mask D (DeepSeek-V3.2): no loss where A < 0 and mean(old - l) > D; such rows count.
     stats: ratios (before the clip) and clipped (it took the gradient; cispo: it capped the weight)
     of each term but padding (reinforce: each completion); ratio_mean, ratio_max and clip_frac."""
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
@@ -199,12 +194,11 @@ def policy_loss(
     hi = lo if clip_eps_high is None else clip_eps_high
     # Masked before exp: a where() after it would still send NaN backward.
     logps, old_logps = torch.where(mask, logps, 0.0), torch.where(mask, old_logps, 0.0).detach()
-    lengths = mask.sum(1, keepdim=True)  # (B, 1)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     log_ratio, active = logps - old_logps, mask  # (B, T)
     if surrogate not in ("token", "cispo"):
-        log_ratio, active = log_ratio.sum(1, keepdim=True), lengths > 0  # (B, 1)
-    if surrogate == "gspo":
-        log_ratio = log_ratio / lengths.clamp(min=1)
+        log_ratio, active = log_ratio.sum(1, keepdim=True), mask.any(1, keepdim=True)  # (B, 1)
+    log_ratio = log_ratio / lengths if surrogate == "gspo" else log_ratio
     ratio = log_ratio.clamp(-20, 20).exp()
     if surrogate == "reinforce":
         terms, clipped = -A * logps, torch.zeros_like(active)
@@ -216,8 +210,11 @@ def policy_loss(
     else:
         raise ValueError(f"no surrogate {surrogate!r} with clip_eps {clip_eps}")
     if weights is not None:
-        average = torch.where(mask, weights, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1)
+        average = torch.where(mask, weights, 0.0).sum(1, keepdim=True) / lengths
         terms = terms * (average if surrogate in PER_COMPLETION else weights)
+    if off_policy_mask is not None:
+        drift = (old_logps - logps).sum(1, keepdim=True) / lengths  # (B, 1)
+        terms = torch.where((A < 0) & (drift > off_policy_mask), 0.0, terms)
     if surrogate in PER_COMPLETION:
         mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
     loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
@@ -245,7 +242,6 @@ def kl_loss(
     return aggregate_terms(terms, mask, aggregate, max_len, normalizer)
 
 # ==== 6. Train: a policy, and one flat loop =====================================================
-
 TINY, LARGE = "tiny", "Qwen/Qwen3-0.6B"
 PRINTED = ("step", "reward", "eval_accuracy", "flat_groups", "loss", "kl", "grad_norm",
            "ratio_mean", "clip_frac", "entropy", "length", "think", "truncated", "seconds")
@@ -277,8 +273,7 @@ def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-
         answer_ids, mask = pad(tokenizer(answers)["input_ids"], 0, "right", model.device)  # (B, T)
         input_ids = torch.cat([prompt_ids, answer_ids], 1)  # (B, L+T)
         logps, _ = token_logps(model, input_ids, torch.cat([prompt_mask, mask], 1), mask.shape[1])
-        ones = torch.ones(batch, device=model.device)
-        loss, _ = policy_loss(logps, logps, ones, mask.bool(), "reinforce", aggregate="token")
+        loss, _ = policy_loss(logps, logps, logps.new_ones(batch), mask.bool(), aggregate="token")
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -301,31 +296,30 @@ def mean(values: list[float]) -> float | None:
 def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | None) -> None:
     """The loop, up to args.steps or the step that finds `stop` filled. From `state` it goes on as
     if never stopped: what is random in a step, its prompts too, follows from seed and number."""
-    P, G, T_max, device = args.prompts_per_step, args.group_size, args.max_new_tokens, model.device
+    P = args.prompts_per_step * (1 + args.dynamic_sampling)  # sampled; prompts_per_step are kept
+    G, T_max, device = args.group_size, args.max_new_tokens, model.device
     B, micro_batch = P * G, args.micro_batch or P * G
     out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
-    clip_low, clip_high = ((args.clip_eps or [None]) * 2)[:2]  # one EPS stands for both
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    done, flat_steps = 0, 0
+    step, flat_steps = 0, 0
     if state:
-        done = state["step"]
+        step = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # another --lr may come with --resume
-        if reference:
+        if reference and state["reference"]:  # a --kl-coef that comes with --resume refers to it
             reference.load_state_dict(state["reference"])
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         with path.open("a+b") as file:  # drop the lines of steps that will come again
             file.seek(0)
             lines = [line for line in file if line.endswith(b"\n")]
-            file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (done or -1)))
+            file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (step or -1)))
     def record(name, records):
         with (out / name).open("a") as file:
             file.writelines(json.dumps(each) + "\n" for each in records)
     def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
         new, old = out / "checkpoint.new", out / "checkpoint.old"
-        shutil.rmtree(new, ignore_errors=True)
         own, model.generation_config = model.generation_config, GenerationConfig()  # never refused
         model.save_pretrained(new)
         model.generation_config = own
@@ -338,24 +332,26 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-    def scored(network, rows):  # of a step's rollout: (rows, logps, entropies) by micro-batches
+    def scored(network, rows):  # of a step's rollout: (rows, logps, entropies) by micro-batches,
+        rows = rows[useful[rows]]  # sorted by length, each as wide as its longest prompt and answer
+        rows = rows[mask[rows].sum(1).argsort()]
         for part in rows.split(micro_batch) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
-            yield part, *token_logps(network, ids, attention_mask, mask.shape[1], args.temperature)
+            used, T = attention_mask.any(0), int(mask[part].sum(1).max())
+            pair = token_logps(network, ids[:, used], attention_mask[:, used], T, args.temperature)
+            yield part, *(torch.nn.functional.pad(x, (0, mask.shape[1] - T)) for x in pair)
     def accuracy():  # greedy, on the held-out examples; draws no random number
         prompts, texts = [encode_prompt(tokenizer, e["prompt"], args) for e in task.test], []
         for i in range(0, len(prompts), 64):
             texts += sample(model, tokenizer, prompts[i:i + 64], 1, T_max, temperature=0).texts
         return mean(rewards.score([rewards.correct_reward], texts, task.test)[0])
 
-    if args.eval_every and done == 0:
+    if args.eval_every and step == 0:
         record("metrics.jsonl", [{"step": 0, "eval_accuracy": accuracy()}])
-    step = done  # where --steps asks for no more
-    for step in tqdm(range(done + 1, args.steps + 1), "GRPO", disable=None):
+    for step in tqdm(range(step + 1, args.steps + 1), "GRPO", disable=None):
         # ---- Sample a group of completions for each prompt.
         t_start = time.perf_counter()
-        for reseed in (torch.manual_seed, random.seed):  # `random` is for reward functions
-            reseed(args.seed * 1_000_000 + step)
+        transformers.set_seed((args.seed * 1_000_000 + step) % 2**32)  # torch, random and numpy
         examples = task.batch((step - 1) * P, P, args.seed)  # P of them
         prompts = [encode_prompt(tokenizer, example["prompt"], args) for example in examples]
         rollout = sample(model, tokenizer, prompts, G, T_max, args.temperature, args.top_p)
@@ -372,27 +368,30 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             raise
         scores = torch.tensor(scores, dtype=torch.float64)  # (K, B), a row for each reward function
         reward = (reward_weights @ scores).view(P, G)
-        advantages = group_advantages(reward).flatten().to(device, torch.float32)  # (B,)
+        advantages = (group_advantages(reward, args.advantage) if args.advantage != "gdpo" else
+                      gdpo_advantages(scores.T.view(P, G, -1), reward_weights))  # (P, G)
+        signal = (advantages != 0).any(1)  # (P,) False for flat groups
+        kept = torch.arange(B).view(P, G)  # rows
+        if args.dynamic_sampling:
+            kept = kept[signal][:args.prompts_per_step]  # DAPO: the first groups to learn from
+        advantages, kept = advantages.flatten().to(device, torch.float32), kept.flatten().to(device)
         # ---- Update: inner_epochs passes over the rollout, each in minibatches, a step for each.
         t_rewarded = time.perf_counter()
-        seen = defaultdict(list)
+        seen = {k: [] for k in ("loss", "grad_norm", "kl", "entropy", "ratio", "clip_frac")}
         trained = mask & ~(rollout.truncated & args.mask_truncated).unsqueeze(1)  # (B, T)
         useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,) rows to score
-        shuffles = [torch.randperm(B, device=device) for _ in range(args.inner_epochs)]
+        shuffles = [kept[torch.randperm(len(kept))] for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
-        # old_logps are from before the first update: the first minibatch's own pass brings them.
-        later = shuffles[0][len(minibatches[0]):]
         old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
-        with torch.no_grad():
-            for rows, logps, _ in scored(model, later[useful[later]]):
+        with torch.no_grad():  # the first minibatch's own pass, before any update, brings its own
+            for rows, logps, _ in scored(model, shuffles[0][len(minibatches[0]):]):
                 old_logps[rows] = logps
-            for rows, logps, _ in scored(reference, shuffles[0]) if reference else ():
+            for rows, logps, _ in scored(reference, kept) if reference else ():
                 ref_logps[rows] = logps
         for index, minibatch in enumerate(minibatches):
             token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # all its rows
             normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else token_normalizer
-            minibatch = minibatch[useful[minibatch]]
-            if len(minibatch) == 0:
+            if not useful[minibatch].any():
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
             optimizer.zero_grad()
             loss_sum = 0.0
@@ -401,7 +400,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
                     logps, old_logps[rows], advantages[rows], trained[rows], args.surrogate,
-                    clip_low, clip_high, args.aggregate, T_max, normalizer=normalizer)
+                    *(args.clip_eps or ()), aggregate=args.aggregate, max_len=T_max,
+                    normalizer=normalizer, off_policy_mask=args.off_policy_mask)
                 if reference:
                     kl = kl_loss(logps, ref_logps[rows], trained[rows], args.kl, args.aggregate,
                                  old_logps[rows], T_max, token_normalizer)
@@ -414,8 +414,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
                 seen["clip_frac"] += stats["clipped"].tolist()
             grad_norm = clip_grad_norm_(model.parameters(), 1.0).item()
             if not math.isfinite(loss_sum + grad_norm):
-                sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient norm {grad_norm}. "
-                         "The update was not made; try a lower --lr")
+                sys.exit(f"grpo.py: step {step}: loss {loss_sum}, gradient {grad_norm}; lower --lr")
             optimizer.step()
             seen["loss"].append(loss_sum)
             seen["grad_norm"].append(grad_norm)
@@ -428,12 +427,11 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             "step": step, "reward": reward.mean().item(), "reward_std": reward.std(1).mean().item(),
             **{f"reward/{rewards.name(f)}": s.mean().item() for f, s in zip(task.rewards, scores)},
             "advantage_std": advantages.std().item(), "think": mean(rewards.worked(rollout.texts)),
-            "flat_groups": (reward == reward[:, :1]).all(1).double().mean().item(),
             **{k: mean(seen[k]) for k in ("loss", "grad_norm", "clip_frac", "entropy")},
             "kl": sum(seen["kl"]) / len(seen["loss"]) if seen["kl"] else None,
             "ratio_mean": mean(seen["ratio"]), "ratio_max": max(seen["ratio"], default=None),
-            "length": mean(lengths), "length_max": max(lengths),
-            "truncated": rollout.truncated.double().mean().item(), "lr": args.lr,
+            "flat_groups": 1 - mean(signal.tolist()), "truncated": mean(rollout.truncated.tolist()),
+            "length": mean(lengths), "length_max": max(lengths), "lr": args.lr,
             "tokens_per_s": sum(lengths) / (t_end - t_start), "seconds": t_end - t_start,
             "seconds_sample": t_sampled - t_start, "seconds_update": t_end - t_rewarded,
         }
@@ -460,7 +458,6 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
     save(step)
 
 # ==== Flags and main ============================================================================
-
 def number(kind: type, low: float, high: float = math.inf):  # an argparse type
     def number(text: str):  # argparse shows this name: invalid number value: 'x'
         if not low <= kind(text) <= min(high, 1e300):  # refuses NaN too
@@ -488,21 +485,24 @@ def parse_args(argv: list[str] | None):
     flag("--resume", metavar="DIR", help="a run to go on with, its config.json giving the flags")
     flag("--eval-every", type=count, help="steps between greedy accuracies, by `correct` (never)")
     flag("--eval-data", metavar="FILE", help="held-out JSON lines, with answers (the task's)")
+    flag("--dynamic-sampling", type=number(int, 0), default=0, help="N times more prompts (0)")
     flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
     flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
     flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus sampled from (1: all)")
     flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
-    flag("--surrogate", choices=SURROGATES, help="(sequence with a clip, else reinforce)")
+    flag("--advantage", choices=("std", "none", "gdpo"), default="std", help="its scale (std)")
+    flag("--surrogate", choices=("reinforce", "sequence", "token", "gspo", "cispo"))
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
-    flag("--aggregate", choices=AGGREGATES, default="sum", help="of terms for tokens (sum)")
+    flag("--aggregate", choices=("sum", "mean", "token", "constant"), default="sum", help="(sum)")
     flag("--mask-truncated", **yes, help="no loss for completions cut by the limit (DAPO)")
+    flag("--off-policy-mask", type=coefficient, help="of DeepSeek-V3.2, nats a token (none)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
     flag("--micro-batch", type=count, help="rows in one backward; for memory, same gradient (all)")
     flag("--kl-coef", type=coefficient, default=0.0, help="0: no term and no reference model (0)")
-    flag("--kl", choices=KL_ESTIMATORS, default="k3", help="the KL term's estimator (k3)")
+    flag("--kl", choices=("k1", "k2", "k3", "weighted"), default="k3", help="its estimator (k3)")
     flag("--ref-every", type=count, help="steps after which the reference is renewed (never)")
     args = parser.parse_args(argv)
     try:
@@ -523,6 +523,8 @@ def parse_args(argv: list[str] | None):
         args.clip_eps and args.surrogate == "reinforce"
         and "--clip-eps: --surrogate reinforce has no ratio to clip; use sequence or token",
         args.surrogate == "cispo" and not args.clip_eps and "--surrogate cispo needs --clip-eps",
+        args.aggregate != "sum" and args.surrogate in PER_COMPLETION and not args.kl_coef
+        and f"--aggregate: --surrogate {args.surrogate} has no terms for tokens without --kl-coef",
         args.minibatches > args.prompts_per_step * args.group_size
         and "--minibatches: more than --prompts-per-step times --group-size, a step's rollouts",
         args.ref_every and not args.kl_coef and "--ref-every needs a --kl-coef above 0",
@@ -552,8 +554,6 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)  # the tiny model's weights
     try:
         state = torch.load(source / "trainer.pt") if args.resume else None
-        if args.kl_coef and state and not state["reference"]:
-            raise ValueError("no reference model there for --kl-coef")
         model, tokenizer = tiny_policy() if fresh else (
             AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
             AutoTokenizer.from_pretrained(source))
