@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import rewards
 
 # ==== 1. Sample: a group of completions for each prompt, each ending at its first EOS ===========
+
 @dataclass
 class Rollout:
     """What the policy wrote, as token ids. The texts are for rewards and never encoded again."""
@@ -80,7 +81,6 @@ def fixed_network(model):
     finally:
         model.train(training)
 
-@torch.no_grad()
 def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int,
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
     """Draw group_size completions of each prompt (text or token ids), in adjacent rows; temperature
@@ -95,12 +95,13 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
     prompt_ids, prompt_mask = pad(rows, pad_id, "left", model.device)  # (B, L)
     model.generation_config = GenerationConfig(eos_token_id=eos_ids or None, pad_token_id=pad_id)
     try:
-        with fixed_network(model):
+        with fixed_network(model), torch.inference_mode():  # faster than no_grad
             input_ids = model.generate(
                 prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, top_k=0,
                 do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p)  # (B, L+T)
     finally:
         model.generation_config = own_config
+    input_ids = input_ids.clone()  # what inference_mode made could not be scored with a gradient
     completion_ids = input_ids[:, prompt_ids.shape[1]:]  # (B, T)
     mask = completion_mask(completion_ids, eos_ids)
     truncated = ~torch.isin(completion_ids, completion_ids.new_tensor(eos_ids)).any(1)
@@ -296,16 +297,15 @@ def mean(values: list[float]) -> float | None:
 def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | None) -> None:
     """The loop, up to args.steps or the step that finds `stop` filled. From `state` it goes on as
     if never stopped: what is random in a step, its prompts too, follows from seed and number."""
-    P = args.prompts_per_step * (1 + args.dynamic_sampling)  # sampled; prompts_per_step are kept
-    G, T_max, device = args.group_size, args.max_new_tokens, model.device
-    B, micro_batch = P * G, args.micro_batch or P * G
+    P, G = args.prompts_per_step * (1 + args.dynamic_sampling), args.group_size  # as sampled
+    B, T_max, device = P * G, args.max_new_tokens, model.device
     out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    step, flat_steps = 0, 0
+    done, flat_steps = 0, 0
     if state:
-        step = state["step"]
+        done = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # another --lr may come with --resume
         if reference and state["reference"]:  # a --kl-coef that comes with --resume refers to it
@@ -314,7 +314,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         with path.open("a+b") as file:  # drop the lines of steps that will come again
             file.seek(0)
             lines = [line for line in file if line.endswith(b"\n")]
-            file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (step or -1)))
+            file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (done or -1)))
     def record(name, records):
         with (out / name).open("a") as file:
             file.writelines(json.dumps(each) + "\n" for each in records)
@@ -335,7 +335,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
     def scored(network, rows):  # of a step's rollout: (rows, logps, entropies) by micro-batches,
         rows = rows[useful[rows]]  # sorted by length, each as wide as its longest prompt and answer
         rows = rows[mask[rows].sum(1).argsort()]
-        for part in rows.split(micro_batch) if len(rows) else ():
+        for part in rows.split(args.micro_batch or B) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             used, T = attention_mask.any(0), int(mask[part].sum(1).max())
             pair = token_logps(network, ids[:, used], attention_mask[:, used], T, args.temperature)
@@ -346,9 +346,10 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             texts += sample(model, tokenizer, prompts[i:i + 64], 1, T_max, temperature=0).texts
         return mean(rewards.score([rewards.correct_reward], texts, task.test)[0])
 
-    if args.eval_every and step == 0:
+    if args.eval_every and done == 0:
         record("metrics.jsonl", [{"step": 0, "eval_accuracy": accuracy()}])
-    for step in tqdm(range(step + 1, args.steps + 1), "GRPO", disable=None):
+    step = done  # where --steps asks for no more
+    for step in tqdm(range(done + 1, args.steps + 1), "GRPO", disable=None):
         # ---- Sample a group of completions for each prompt.
         t_start = time.perf_counter()
         transformers.set_seed((args.seed * 1_000_000 + step) % 2**32)  # torch, random and numpy
@@ -371,10 +372,9 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         advantages = (group_advantages(reward, args.advantage) if args.advantage != "gdpo" else
                       gdpo_advantages(scores.T.view(P, G, -1), reward_weights))  # (P, G)
         signal = (advantages != 0).any(1)  # (P,) False for flat groups
-        kept = torch.arange(B).view(P, G)  # rows
-        if args.dynamic_sampling:
-            kept = kept[signal][:args.prompts_per_step]  # DAPO: the first groups to learn from
-        advantages, kept = advantages.flatten().to(device, torch.float32), kept.flatten().to(device)
+        kept = (signal | (args.dynamic_sampling == 0)).nonzero()[:args.prompts_per_step]  # groups
+        kept = (kept * G + torch.arange(G)).flatten().to(device)  # their rows
+        advantages = advantages.flatten().to(device, torch.float32)  # (B,)
         # ---- Update: inner_epochs passes over the rollout, each in minibatches, a step for each.
         t_rewarded = time.perf_counter()
         seen = {k: [] for k in ("loss", "grad_norm", "kl", "entropy", "ratio", "clip_frac")}
