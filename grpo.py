@@ -114,13 +114,13 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 where a group's rewards are all equal: in float32 the std of eight times 0.1 is 8e-9,
-    and what rounding leaves would pass for an advantage. ValueError for G < 2."""
+    Exactly 0 where a group's rewards are equal to 1e-12: in float32 the std of eight times 0.1 is
+    8e-9, and what rounding leaves would pass for an advantage. ValueError for G < 2."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
     spread = {"std": rewards.std(1, keepdim=True) + eps, "none": 1.0}[scale]
-    flat = (rewards == rewards[:, :1]).all(1, keepdim=True)  # (P, 1)
+    flat = torch.isclose(rewards, rewards[:, :1], 1e-12, 1e-12).all(1, keepdim=True)  # (P, 1)
     return ((rewards - rewards.mean(1, keepdim=True)) / spread).masked_fill(flat, 0.0)
 
 def gdpo_advantages(rewards: Tensor, weights, eps: float = 1e-4) -> Tensor:
@@ -128,7 +128,7 @@ def gdpo_advantages(rewards: Tensor, weights, eps: float = 1e-4) -> Tensor:
     the others. rewards (P, G, K) -> sum of weights[k] * A_k, (P, G), normalised over all P*G. Flat
     groups stay exactly 0. With one reward these are GRPO's advantages, uniformly rescaled."""
     total = sum(w * group_advantages(r, eps=eps) for w, r in zip(weights, rewards.unbind(2)))
-    flat = (total == total[:, :1]).all(1, keepdim=True)
+    flat = torch.isclose(total, total[:, :1], 1e-12, 1e-12).all(1, keepdim=True)
     return group_advantages(total.view(1, -1), "std", eps).view_as(total).masked_fill(flat, 0.0)
 
 # ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
@@ -485,8 +485,8 @@ def parse_args(argv: list[str] | None):
     flag("--resume", metavar="DIR", help="a run to go on with, its config.json giving the flags")
     flag("--eval-every", type=count, help="steps between greedy accuracies, by `correct` (never)")
     flag("--eval-data", metavar="FILE", help="held-out JSON lines, with answers (the task's)")
-    flag("--dynamic-sampling", type=number(int, 0), default=0, help="N times more prompts (0)")
     flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
+    flag("--dynamic-sampling", type=number(int, 0), default=0, help="spares for flat groups (0)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
     flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
@@ -497,7 +497,7 @@ def parse_args(argv: list[str] | None):
     flag("--clip-eps", type=coefficient, nargs="+", metavar="EPS", help="EPS, or LOW HIGH (none)")
     flag("--aggregate", choices=("sum", "mean", "token", "constant"), default="sum", help="(sum)")
     flag("--mask-truncated", **yes, help="no loss for completions cut by the limit (DAPO)")
-    flag("--off-policy-mask", type=coefficient, help="of DeepSeek-V3.2, nats a token (none)")
+    flag("--off-policy-mask", type=coefficient, help="DeepSeek-V3.2's, nats per token (none)")
     flag("--inner-epochs", type=count, help="passes over a rollout (2 with a clip, else 1)")
     flag("--minibatches", type=count, default=1, help="parts of a pass, a step for each (1)")
     flag("--micro-batch", type=count, help="rows in one backward; for memory, same gradient (all)")

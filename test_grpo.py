@@ -315,6 +315,91 @@ def test_the_aggregations_and_surrogates_differ_on_the_vectors_that_test_them():
     assert len({round(loss, 6) for loss in losses.values()}) == len(losses) == 14
 
 
+OFF_POLICY_D = 0.3  # drops row 3 of off_policy(): A < 0, mean(old - l) about 0.6
+SURROGATE_AND_AGGREGATE = [
+    (surrogate, aggregate) for surrogate in SURROGATES
+    for aggregate in (["sum"] if surrogate in PER_COMPLETION else AGGREGATES)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("D", [-0.3, OFF_POLICY_D, 2.0])
+@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
+def test_off_policy_mask_takes_the_loss_of_bad_rows_that_drifted_down_and_counts_them(
+        surrogate, aggregate, D, weighted):
+    logps, old, _, A, mask, weights = off_policy()
+    weights = weights if weighted else np.ones_like(weights)
+    drift = ((old - logps) * mask).sum(1) / mask.sum(1)
+    dropped = (A < 0) & (drift > D)  # DeepSeek-V3.2's M = 0
+    assert dropped.sum() == {-0.3: 2, OFF_POLICY_D: 1, 2.0: 0}[D]
+    assert ((A < 0) & ~dropped).any() and ((A > 0) & (drift > OFF_POLICY_D)).any()
+    # No lower bound, or the clip alone would take the gradient of the row that is dropped.
+    clip = (None, 0.28)
+    settings = (old, np.where(dropped, 0, A), mask, surrogate, clip, aggregate, weights)
+    expected, _ = by_definition(logps, *settings)  # a row without advantage has no loss, too
+    slope = numeric_gradient(lambda x: by_definition(x, *settings, frozen=logps)[0], logps)
+    _, seen = by_definition(logps, old, A, *settings[2:])
+    ratios, clipped = map(np.array, zip(*seen))  # with the dropped rows
+
+    loss, gradient, stats = policy(
+        logps, *map(torch.tensor, (old, A, mask)), surrogate, *clip, aggregate, MAX_LEN,
+        torch.tensor(weights) if weighted else None, off_policy_mask=D)
+    assert loss == pytest.approx(expected, rel=1e-9)
+    assert gradient == pytest.approx(slope, rel=1e-6, abs=1e-8)
+    assert (gradient[dropped] == 0).all()
+    assert (gradient[~dropped][mask[~dropped]] != 0).any(0).all()
+    assert stats["clip_frac"] == pytest.approx(clipped.mean(), rel=1e-6)
+    assert stats["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-6)
+    assert stats["ratio_max"] == pytest.approx(ratios.max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_off_policy_mask_averages_over_a_rows_own_tokens_and_keeps_one_at_exactly_D(surrogate):
+    # Drifts of exactly 0.5 (on 1.0 and 0.0), and past the last token of anything.
+    old = torch.tensor([[-1.0, -1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=torch.float64)
+    down = torch.tensor([[1.0, 0, 900], [0.5, 900, -900], [0.5, 0.5, 0.5]], dtype=torch.float64)
+    mask = torch.arange(3) < torch.tensor([[2], [1], [3]])
+    for D, stays in (0.5, True), (math.nextafter(0.5, 0), False):
+        A = torch.tensor([-1.0, -1, -1], dtype=torch.float64)
+        settings = (surrogate, None, 4.0)  # cispo needs a cap
+        _, gradient, _ = policy(old - down, old, A, mask, *settings, off_policy_mask=D)
+        assert ((gradient != 0) == (mask.numpy() & stays)).all()
+        _, gradient, _ = policy(old - down, old, -A, mask, *settings, off_policy_mask=D)
+        assert ((gradient != 0) == mask.numpy()).all()  # a good row stays wherever it is
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
+def test_masked_junk_has_no_effect_on_the_off_policy_mask(surrogate, aggregate, junk):
+    logps, old, _, A, mask, weights = map(torch.tensor, off_policy())
+    mask[5] = False  # an empty completion of a negative advantage
+    settings = (surrogate, None, 0.28, aggregate, MAX_LEN)
+    clean_loss, clean_gradient, clean_stats = policy(
+        logps, old, A, mask, *settings, weights, off_policy_mask=OFF_POLICY_D)
+    loss, gradient, stats = policy(
+        *(x.masked_fill(~mask, junk) for x in (logps, old)), A, mask, *settings,
+        weights.masked_fill(~mask, junk), off_policy_mask=OFF_POLICY_D)
+    assert stats == clean_stats
+    assert loss == pytest.approx(clean_loss, rel=1e-12)
+    assert gradient == pytest.approx(clean_gradient, rel=1e-12)
+    assert (gradient[~mask.numpy()] == 0).all() and (gradient[3] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [[1] * 6, [2, 4]], ids=str)
+@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
+def test_micro_batches_with_an_off_policy_mask_add_up_to_the_whole(surrogate, aggregate, sizes):
+    logps, old, _, A, mask, _ = map(torch.tensor, off_policy())
+    settings = (surrogate, 0.2, None, aggregate, MAX_LEN)
+    whole_loss, whole_gradient, _ = policy(
+        logps, old, A, mask, *settings, off_policy_mask=OFF_POLICY_D)
+    B, N = len(A), mask.sum().item()
+    normalizer = {"sum": B, "mean": B, "token": N, "constant": B * MAX_LEN}[aggregate]
+    parts = [policy(logps[rows], old[rows], A[rows], mask[rows], *settings, None, normalizer,
+                    off_policy_mask=OFF_POLICY_D) for rows in torch.arange(6).split(sizes)]
+    assert sum(loss for loss, _, _ in parts) == pytest.approx(whole_loss, rel=1e-9)
+    gradient = np.concatenate([gradient for _, gradient, _ in parts])
+    assert gradient == pytest.approx(whole_gradient, rel=1e-9)
+
+
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_loss_and_gradient_are_those_of_the_definition(estimator, aggregate):
@@ -611,6 +696,97 @@ def test_a_group_of_one_and_a_flat_vector_are_refused(shape):
         grpo.group_advantages(torch.zeros(shape))
 
 
+# GDPO: each reward normalised in its group, the weighted sum normalised over all completions.
+
+
+def by_gdpo(rewards, weights, eps=1e-4):
+    """Advantages (P, G) of rewards (P, G, K) by that definition, in float64."""
+    r = np.asarray(rewards, dtype=np.float64)
+    A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + eps)
+    total = A @ np.asarray(weights, dtype=np.float64)
+    return (total - total.mean()) / (total.std(ddof=1) + eps)
+
+
+@pytest.mark.parametrize("eps", [1e-4, 0.3])
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 8, 2), (2, 2, 4), (5, 4, 3), (3, 16, 2)], ids=str)
+def test_gdpo_normalises_each_reward_in_its_group_and_then_their_sum_over_all(shape, eps):
+    rng = np.random.default_rng(sum(shape))
+    r = rng.normal(3, 1, shape) * 10.0 ** np.arange(shape[2])
+    weights = rng.uniform(0.2, 2, shape[2]) * (-1) ** np.arange(shape[2])
+    for given in (weights.tolist(), torch.tensor(weights)):
+        ours = grpo.gdpo_advantages(torch.tensor(r), given, eps)
+        assert ours.shape == shape[:2]
+        assert ours.numpy() == pytest.approx(by_gdpo(r, weights, eps), rel=1e-9, abs=1e-12)
+
+
+def test_gdpo_agrees_with_trl():
+    # TRL 1.16.0's lines for multi_objective_aggregation="normalize_then_sum", weights 1 and 0.5.
+    r = torch.tensor([[[1, 10], [0, 40], [0, 0], [1, 5]], [[3, 0], [0, 0], [1, 0], [0, 2.0]]])
+    printed = [0.9119815, -0.1622579, -1.4950999, 0.7453763,
+               1.3941226, -1.1461003, -0.2993594, 0.0513372]
+    assert grpo.gdpo_advantages(r, [1, 0.5]).flatten().tolist() == pytest.approx(printed, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gdpo_gives_flat_groups_exactly_zero_beside_others_and_alone(dtype):
+    r = torch.rand(9, 8, 2, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    r[1], r[4] = 0.1, torch.tensor([0.7, -1e4])  # a float32 std of eight times 0.1 is not 0
+    ours = grpo.gdpo_advantages(r, [1.0, 0.3])
+    assert (ours == 0).all(1).tolist() == [group in (1, 4) for group in range(9)]
+    for flat in r[1:2], r[4:5], r[[1, 4]]:
+        assert (grpo.gdpo_advantages(flat, [1.0, 0.3]) == 0).all()
+
+
+def test_what_rounding_leaves_of_equal_rewards_is_no_advantage():
+    """0.1 + 0.2 is not 0.3 + 0.0 in float64, and rewards that cancel leave some 1e-12 (by hand)."""
+    sums = torch.tensor([[0.1 + 0.2, 0.3 + 0.0, 0.3, 0.2 + 0.1]], dtype=torch.float64)
+    assert len(set(sums[0].tolist())) > 1
+    for scale in ("std", "none"):
+        assert grpo.group_advantages(sums, scale).tolist() == [[0.0] * 4]
+    r = torch.tensor([[0.3, 0.1, 0.7, 0.2], [1.0, 0.0, 0.0, 0.5]], dtype=torch.float64)
+    cancelling = torch.stack([r, 0.7 - r], 2)  # (2, 4, 2)
+    assert grpo.gdpo_advantages(cancelling, [1.0, 1.0]).tolist() == [[0.0] * 4] * 2
+    assert grpo.gdpo_advantages(cancelling, [1.0, 0.9]).ne(0).all()  # these do not cancel
+    tiny = torch.tensor([[1.0, 1.0 + 1e-9]], dtype=torch.float64)
+    assert grpo.group_advantages(tiny).ne(0).all()  # small, but no rounding
+
+
+def test_gdpo_with_one_reward_rescales_the_groups_advantages_uniformly():
+    r = torch.tensor(np.random.default_rng(0).exponential(size=(5, 4)))
+    r[2] = 0.1
+    ours, plain = grpo.gdpo_advantages(r[..., None], [0.5]), grpo.group_advantages(r)
+    live = [0, 1, 3, 4]
+    assert (ours[2] == 0).all() and (ours[live] != 0).all()
+    # 16 of 20 advantages have, group by group, 3 squares' sum: the std over all of 0.5 A.
+    scale = 0.5 / (0.5 * math.sqrt(4 * 3 / 19) + 1e-4)
+    assert (ours / plain)[live].flatten().tolist() == pytest.approx([scale] * 16, rel=1e-3)
+    assert (ours / plain)[live].std() < 1e-12
+
+
+def test_under_gdpo_a_reward_of_huge_scale_does_not_drown_a_small_one():
+    large, small = f64([1e6, 1e6, 0, 0]), f64([1, 0, 1, 0])
+    ours = grpo.gdpo_advantages(torch.stack([large, small], 2), [1, 1])[0]
+    # +-a +-a, a their common advantage: 2a, 0, 0, -2a, over their std, sqrt(8/3) a
+    assert ours.tolist() == pytest.approx([math.sqrt(1.5), 0, 0, -math.sqrt(1.5)], abs=3e-4)
+    summed = grpo.group_advantages(large + small)[0]
+    assert abs(summed[0] - summed[1]) < 1e-5 and summed[0] - summed[2] > 1.7
+
+
+def test_gdpos_weights_decide_between_rewards():
+    r = torch.tensor(np.random.default_rng(0).normal(size=(3, 4, 2)))
+    first, second = (grpo.gdpo_advantages(r[..., k:k + 1], [1]) for k in (0, 1))
+    assert not torch.allclose(first, second, atol=0.1)
+    for weights, expected in ([1, 0], first), ([0, 1], second), ([0, -1], -second):
+        assert torch.allclose(grpo.gdpo_advantages(r, weights), expected, rtol=1e-12)
+    good, format_only = grpo.gdpo_advantages(f64([[1, 0], [0, 1], [0, 0]]), [2, 1])[0, :2]
+    assert good > format_only + 0.5
+
+
+def test_gdpo_refuses_groups_of_one():
+    with pytest.raises(ValueError):
+        grpo.gdpo_advantages(torch.zeros(3, 1, 2), [1, 1])
+
+
 # ---- Micro-batches, padding, non-finite values --------------------------------------------------
 
 
@@ -773,6 +949,17 @@ def test_on_the_first_pass_the_ratio_is_1_and_the_gradient_reinforces(
     if surrogate in PER_COMPLETION:
         assert loss == pytest.approx(0, abs=1e-15)  # and yet the gradient is not
     assert np.abs(gradient).max() > 0.01
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_on_the_first_pass_cispo_is_reinforce_in_value_and_gradient(aggregate):
+    logps, _, _, A, mask, _ = map(torch.tensor, off_policy())
+    loss, gradient, stats = policy(logps, logps, A, mask, "cispo", 4, None, aggregate, MAX_LEN)
+    expected, reinforce, _ = policy(
+        logps, logps, A, mask, "reinforce", aggregate=aggregate, max_len=MAX_LEN)
+    assert loss == pytest.approx(expected, rel=1e-12) and abs(loss) > 0.01
+    assert gradient == pytest.approx(reinforce, rel=1e-12)
+    assert stats == {"ratio_mean": 1, "ratio_max": 1, "clip_frac": 0}
 
 
 # ---- Log-probabilities under a model ------------------------------------------------------------
@@ -1213,7 +1400,8 @@ def test_a_reward_that_is_no_finite_number_is_refused_by_function_and_row(wrong)
 
 @pytest.mark.parametrize("wrong", [
     None, 1.0, [], [1.0], [1.0] * 3, "ab", {"a": 1, "b": 2}, (v for v in (1.0, 2.0)),
-    np.float64(1), np.ones(3), torch.tensor(1.0), torch.ones(1)], ids=lambda wrong: repr(wrong))
+    np.float64(1), np.ones(3), torch.tensor(1.0), torch.ones(1)],
+    ids=lambda wrong: repr(wrong).partition(" at 0x")[0])
 def test_rewards_of_the_wrong_number_or_kind_are_refused_by_function(wrong):
     with pytest.raises(rewards.RewardError, match="bad"):
         score(wrong)
@@ -1943,6 +2131,11 @@ REFUSED = [
     ("--minibatches", "0"), ("--inner-epochs", "0"), ("--micro-batch", "0"), ("--ref-every", "5"),
     ("--task", "chess"), ("--surrogate", "ppo"), ("--aggregate", "max"), ("--kl", "k4"),
     ("--prompts-per-step", "0"), ("--log-every", "0"), ("--model", "no/such/directory"),
+    ("--advantage", "batch"), ("--dynamic-sampling", "-1"), ("--dynamic-sampling", "0.5"),
+    ("--off-policy-mask", "-0.1"), ("--off-policy-mask", "nan"),
+    ("--aggregate", "mean --clip-eps 10"),  # of sequence, the default with a clip
+    *(("--aggregate", f"{aggregate} --surrogate {surrogate} --clip-eps 0.2")  # of which terms?
+      for aggregate in AGGREGATES[1:] for surrogate in PER_COMPLETION),
 ]  # fmt: skip
 
 
@@ -2036,7 +2229,7 @@ def ranked_reward(completions, **columns):
 def test_micro_batches_change_neither_loss_nor_gradient(warm, make_task, tmp_path):
     make_task(ranked_reward)
     for surrogate in (["--clip-eps", 0.2], ["--clip-eps", 0.2, "--surrogate", "token"]):
-        for aggregate in ("sum", "mean", "token", "constant"):
+        for aggregate in AGGREGATES:
             rows = []
             for size in (8, 3, 1):
                 out = tmp_path / f"{surrogate[-1]}-{aggregate}-{size}"
@@ -2098,8 +2291,8 @@ def test_ref_every_renews_the_reference(warm, make_task, tmp_path):
 def test_every_surrogate_aggregation_and_estimator_runs(warm, make_task, tmp_path):
     make_task(ranked_reward)
     runs = [["--surrogate", s, *([] if s == "reinforce" else ["--clip-eps", 0.2, 0.3])]
-            for s in ("reinforce", "sequence", "token", "gspo", "cispo")]
-    runs += [["--kl", k, "--kl-coef", 0.1, "--prompts-per-step", 2] for k in ("k1", "k2", "k3", "weighted")]
+            for s in SURROGATES]
+    runs += [["--kl", k, "--kl-coef", 0.1, "--prompts-per-step", 2] for k in ESTIMATORS]
     for i, flags in enumerate(runs):
         out = tmp_path / str(i)
         call("--task", "made", "--model", warm, "--steps", 1, "--max-new-tokens", 8, "--out", out,
@@ -2598,8 +2791,11 @@ def test_batch_gives_every_example_once_before_any_comes_again():
     assert task.batch(0, 50, seed=4) != sequence
 
 
-def test_the_program_takes_every_prompt_once_before_any_comes_again(made, tmp_path):
-    call(*made, "--steps", 5, "--out", tmp_path / "run")  # 5 steps of 2 of 5 prompts: two rounds
+@pytest.mark.parametrize("flags", [
+    [], ["--prompts-per-step", 1, "--dynamic-sampling", 1]], ids=["plain", "dynamic sampling"])
+def test_the_program_takes_every_prompt_once_before_any_comes_again(flags, made, tmp_path):
+    # 5 steps of 2 of 5 prompts: two rounds
+    call(*made, *flags, "--steps", 5, "--out", tmp_path / "run")
     prompts = [s["prompt"] for s in samples_of(tmp_path / "run")][::4]
     assert len(prompts) == 10
     assert len(set(prompts[:5])) == len(set(prompts[5:])) == 5
@@ -2715,7 +2911,9 @@ def drawn_reward(completions, **columns):
 
 @pytest.mark.parametrize("flags", [
     [], ["--kl-coef", 0.1, "--ref-every", 3, "--clip-eps", 0.2, "--minibatches", 2],
-    ["--kl-coef", 0.5, "--seed", 7, "--eval-every", 3]], ids=["plain", "ref-every", "kl"])
+    ["--kl-coef", 0.5, "--seed", 7, "--eval-every", 3],
+    ["--dynamic-sampling", 1, "--advantage", "none", "--off-policy-mask", 0.1, "--inner-epochs", 2]
+], ids=["plain", "ref-every", "kl", "dynamic-sampling"])
 def test_two_steps_resumed_for_two_more_are_four_steps_bit_for_bit(flags, made, tmp_path):
     task = rewards.TASKS["made"]
     task.rewards, task.test = [drawn_reward], [{"prompt": "p", "answer": "a"}]
@@ -2925,10 +3123,14 @@ def test_a_damaged_run_is_refused_with_one_line(name, content, made, tmp_path, c
     assert f"--resume {tmp_path / 'run'}:" in error
 
 
-def test_a_kl_term_cannot_be_added_on_resuming_as_no_reference_was_kept(made, tmp_path, capsys):
-    call(*made, "--steps", 1, "--out", tmp_path / "run")
-    assert "--kl-coef" in refused(
-        capsys, "--resume", tmp_path / "run", "--steps", 2, "--kl-coef", 0.1)
+def test_a_kl_term_added_on_resuming_refers_to_the_checkpoint(made, tmp_path):
+    call(*made, "--steps", 2, "--out", tmp_path / "run")
+    call("--resume", tmp_path / "run", "--steps", 4, "--kl-coef", 0.1)
+    call("--resume", tmp_path / "run", "--steps", 5)  # and it is kept from then on
+    kls = [row["kl"] for row in metrics_of(tmp_path / "run")]
+    assert kls[:2] == [None, None]
+    assert kls[2] == pytest.approx(0, abs=1e-6)  # at first they are the same model
+    assert 1e-5 < kls[3] < kls[4]
 
 
 def test_a_reward_that_raises_costs_its_step_and_none_before_it(made, tmp_path):
@@ -2961,7 +3163,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_last_checkpoint_to_resume_from
     with pytest.raises(SystemExit) as stopped:
         call(*made, "--steps", 4, "--save-every", 1, "--out", tmp_path / "run")
     message = stopped.value.code  # a string: Python prints it and exits with 1
-    assert "step 3" in message and "nan" in message and "--lr" in message and "\n" not in message
+    assert message == "grpo.py: step 3: loss nan, gradient nan; lower --lr"
     state = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")
     assert state["step"] == 2
     assert all(p.isfinite().all() for p in weights_of(tmp_path / "run" / "checkpoint").values())
@@ -3071,6 +3273,376 @@ def test_a_step_whose_completions_were_all_cut_moves_nothing(made, tmp_path, mon
     call(*made, "--steps", 2, "--mask-truncated", "--kl-coef", 0.1, "--out", tmp_path / "run")
     assert same_weights(made[3], tmp_path / "run" / "checkpoint")
     assert [row["loss"] for row in metrics_of(tmp_path / "run")] == [None, None]
+
+
+# ---- The rows that an update is made of, and their padding --------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What a run does: the prompts and rollouts of its samples, made ragged, the shapes of its
+    forwards, what `generate` is called with, and its gradients before they are clipped."""
+    seen = SimpleNamespace(prompts=[], rollouts=[], forwards=[], generated=[], gradients=[])
+    sample, token_logps, clip = grpo.sample, grpo.token_logps, grpo.clip_grad_norm_
+    generate = transformers.Qwen3ForCausalLM.generate
+
+    def ragged(model, tokenizer, prompts, *rest):
+        rollout = sample(model, tokenizer, prompts, *rest)
+        B, T = rollout.mask.shape
+        rows = torch.arange(B)
+        lengths = 1 + (5 * rows + 2) % T  # T rows have 1 to T, each once: 5 divides no T here
+        rollout.mask = torch.arange(T) < lengths[:, None]
+        rollout.attention_mask[:, -T:] = rollout.mask
+        rollout.input_ids[rows, lengths - T - 1] = EOS_ID
+        rollout.truncated = torch.zeros(B, dtype=torch.bool)
+        seen.prompts.append(prompts)
+        seen.rollouts.append(rollout)
+        return rollout
+
+    def scored(model, input_ids, attention_mask, T, *rest):
+        seen.forwards.append((torch.is_grad_enabled(), input_ids.shape[1] - T, attention_mask))
+        return token_logps(model, input_ids, attention_mask, T, *rest)
+
+    def generated(model, ids, **settings):
+        seen.generated.append(len(ids))
+        return generate(model, ids, **settings)
+
+    def clipped(parameters, *rest):
+        parameters = list(parameters)
+        seen.gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
+        return clip(parameters, *rest)
+
+    monkeypatch.setattr(grpo, "sample", ragged)
+    monkeypatch.setattr(grpo, "token_logps", scored)
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "generate", generated)
+    monkeypatch.setattr(grpo, "clip_grad_norm_", clipped)
+    return seen
+
+
+def full_update(rollout, rows, A, aggregate):
+    """(loss, gradient) of -A l on these rows of a rollout, at full width, by Transformers alone."""
+    ids, attention, mask = (
+        x[rows] for x in (rollout.input_ids, rollout.attention_mask, rollout.mask))
+    model, T = small_model(), mask.shape[1]
+    logits = model(input_ids=ids, attention_mask=attention,
+                   position_ids=(attention.cumsum(1) - 1).clamp(min=0)).logits[:, -T - 1:-1]
+    logps = logits.log_softmax(2).gather(2, ids[:, -T:, None])[..., 0]
+    loss = -(A[:, None] * logps * torch.tensor(shares(mask.numpy(), aggregate))).sum()
+    return loss.item(), parameter_gradients(model, loss)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, None])
+def test_a_micro_batch_is_as_wide_as_its_longest_prompt_and_completion(
+    size, made, seen, tmp_path
+):
+    call(*made, "--prompts-per-step", 3, "--max-new-tokens", 12, "--steps", 1, "--kl-coef", 0.1,
+         *(["--micro-batch", size] if size else []), "--out", tmp_path / "run")
+    (rollout,), T = seen.rollouts, 12
+    prompts = rollout.attention_mask[:, :-T].sum(1).tolist()
+    assert len(set(prompts)) == 3 and sorted(rollout.mask.sum(1).tolist()) == list(range(1, 13))
+    # Sorted by completion length: the parts that fit the fewest columns.
+    rows = sorted(zip(rollout.mask.sum(1).tolist(), prompts))
+    parts = [rows[i:i + (size or 12)] for i in range(0, 12, size or 12)]
+    wanted = [(max(p for _, p in part), max(c for c, _ in part), part) for part in parts]
+    for gradient in False, True:  # the reference's pass and the policy's
+        shapes = [(prompt, mask.shape[1] - prompt,
+                   [(row[prompt:].sum().item(), row[:prompt].sum().item()) for row in mask])
+                  for grad, prompt, mask in seen.forwards if grad == gradient]
+        assert shapes == wanted
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_micro_batches_of_prompts_and_completions_of_all_lengths_change_nothing(
+    aggregate, made, seen, tmp_path
+):
+    rows = []
+    for size in (1, 3, 12):
+        call(*made, "--prompts-per-step", 3, "--max-new-tokens", 12, "--steps", 1,
+             "--surrogate", "token", "--clip-eps", 0.2, "--aggregate", aggregate,
+             "--kl-coef", 0.1, "--lr", 1e-2, "--micro-batch", size, "--out", tmp_path / str(size))
+        rows += metrics_of(tmp_path / str(size))
+    assert rows[0]["kl"] > 1e-3  # of the second pass
+    for name in ("loss", "kl", "grad_norm", "entropy", "ratio_mean"):
+        values = [row[name] for row in rows]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4), name
+    for gradient in seen.gradients[2::2]:  # of the first passes
+        assert (gradient - seen.gradients[0]).norm() < 1e-6 * gradient.norm()
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_the_gradient_is_that_of_all_rows_though_those_without_advantage_are_not_scored(
+    aggregate, size, made, seen, tmp_path
+):
+    rewards.TASKS["made"].rewards = [  # the second group is flat, the third's means have none
+        lambda completions, **_: [0, 1, 1, 3, 0.1, 0.1, 0.1, 0.1, 2, 1, 0, 1]]
+    call(*made, "--prompts-per-step", 3, "--max-new-tokens", MAX_LEN, "--steps", 1,
+         "--advantage", "none", "--aggregate", aggregate,
+         *(["--micro-batch", size] if size else []), "--out", tmp_path / "run")
+    assert sum(len(mask) for _, _, mask in seen.forwards) == 6
+    A = torch.tensor([-1.25, -0.25, -0.25, 1.75, 0, 0, 0, 0, 1, 0, -1, 0])
+    (rollout,), (gradient,), (row,) = seen.rollouts, seen.gradients, metrics_of(tmp_path / "run")
+    loss, expected = full_update(rollout, range(12), A, aggregate)
+    assert row["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (gradient - expected).norm() < 1e-6 * expected.norm()
+    # As by policy_loss of all rows.
+    model = small_model()
+    logps, _ = grpo.token_logps(
+        model, rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1])
+    loss, _ = grpo.policy_loss(
+        logps, logps, A, rollout.mask, aggregate=aggregate, max_len=MAX_LEN)
+    assert (gradient - parameter_gradients(model, loss)).norm() < 1e-6 * expected.norm()
+
+
+# ---- Dynamic sampling ---------------------------------------------------------------------------
+
+
+def graded(groups, G=4):
+    """A reward with something to compare in these groups of a step alone."""
+    def graded_reward(completions, **_):
+        return [float(row % G + row // G) if row // G in groups else 0.1
+                for row, _ in enumerate(completions)]
+    return graded_reward
+
+
+FLAT_AND_KEPT = [  # P, N, the groups with signal of the P * (1 + N) sampled, those of the update
+    (2, 2, {1, 3, 4}, [1, 3]), (2, 2, {5}, [5]), (1, 1, {1}, [1]), (2, 1, {0, 1, 2, 3}, [0, 1]),
+    (2, 0, {1}, [0, 1])]
+
+
+@pytest.mark.parametrize("P, N, live, kept, aggregate", [
+    (*case, aggregate) for case in FLAT_AND_KEPT for aggregate in ("sum", "token")
+] + [(*FLAT_AND_KEPT[0], aggregate) for aggregate in ("mean", "constant", "sequence")])
+def test_dynamic_sampling_keeps_the_first_groups_with_signal_and_counts_their_rows_alone(
+    P, N, live, kept, aggregate, made, seen, tmp_path
+):
+    task, groups = rewards.TASKS["made"], P * (1 + N)
+    task.train[:] = [{"prompt": f"Say {'x' * i}."} for i in range(7)]
+    task.rewards = [graded(live)]
+    call(*made, "--steps", 1, "--max-new-tokens", MAX_LEN, "--prompts-per-step", P,
+         "--dynamic-sampling", N, "--out", tmp_path / "run",
+         *(["--surrogate", "sequence"] if aggregate == "sequence" else ["--aggregate", aggregate]))
+    (rollout,), (prompts,), (gradient,) = seen.rollouts, seen.prompts, seen.gradients
+    assert seen.generated == [groups * 4] and len(prompts) == groups  # in one call
+    (row,), samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
+    # The advantages of 0, 1, 2, 3 (and of those plus anything) by the definition.
+    a = (np.arange(4) - 1.5) / (np.arange(4).std(ddof=1) + 1e-4)
+    A = np.concatenate([a if group in live else 0 * a for group in range(groups)])
+    rows = [4 * group + i for group in kept for i in range(4)]
+    loss, expected = full_update(rollout, rows, torch.tensor(A[rows], dtype=torch.float32),
+                                 aggregate.replace("sequence", "sum"))
+    if aggregate == "sequence":  # of ratios that are 1: the gradient reinforces, the loss is 0
+        loss = 0
+    assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+    assert row["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-5)
+    # Of all that was sampled, kept or not:
+    assert [s["prompt"] for s in samples] == [
+        e["prompt"] for e in task.batch(0, groups, 0) for _ in range(4)]
+    assert [s["reward"] for s in samples] == task.rewards[0](samples)
+    assert [s["advantage"] for s in samples] == pytest.approx(A)
+    assert row["reward"] == pytest.approx(mean(s["reward"] for s in samples))
+    assert row["flat_groups"] == pytest.approx(1 - len(live) / groups)
+    assert row["length"] == rollout.mask.sum().item() / len(samples)
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--kl-coef", 0.1], ["--aggregate", "token", "--minibatches", 3, "--inner-epochs", 2]],
+    ids=["plain", "kl", "minibatches"])
+def test_without_any_signal_dynamic_sampling_makes_no_step(flags, made, seen, tmp_path):
+    turns = []
+    def once_reward(completions, **_):
+        turns.append(1)
+        return [float(row and len(turns) == 1) for row, _ in enumerate(completions)]
+    rewards.TASKS["made"].rewards = [once_reward]
+    flags = [*made, "--dynamic-sampling", 1, *flags]
+    call(*flags, "--steps", 1, "--out", tmp_path / "one")  # fills Adam's momentum ...
+    assert not same_weights(made[3], tmp_path / "one" / "checkpoint")
+    turns.clear()
+    call(*flags, "--steps", 3, "--out", tmp_path / "three")  # ... which must not act afterwards
+    assert same_weights(tmp_path / "one" / "checkpoint", tmp_path / "three" / "checkpoint")
+    rows = metrics_of(tmp_path / "three")
+    assert [row["flat_groups"] for row in rows] == [0.75, 1, 1]
+    assert [row["loss"] is None for row in rows] == [False, True, True]
+    assert [row["reward"] for row in rows] == [15 / 16, 0, 0]
+
+
+def test_a_group_that_was_not_kept_gets_no_kl_term_and_no_forward(made, seen, tmp_path):
+    rewards.TASKS["made"].rewards = [graded({2})]
+    call(*made, "--steps", 1, "--dynamic-sampling", 1, "--kl-coef", 0.1, "--out", tmp_path / "run")
+    (rollout,) = seen.rollouts
+    kept = sorted(rollout.attention_mask[8:12].sum(1).tolist())
+    assert [(grad, sorted(mask.sum(1).tolist())) for grad, _, mask in seen.forwards] == [
+        (False, kept), (True, kept)]
+
+
+def test_fewer_kept_rows_than_minibatches_make_fewer_steps(made, seen, tmp_path):
+    rewards.TASKS["made"].rewards = [graded({3})]
+    call(*made, "--steps", 1, "--dynamic-sampling", 1, "--minibatches", 8,
+         "--out", tmp_path / "run")
+    assert len(seen.gradients) == 4  # of a row each
+    assert all(gradient.any() for gradient in seen.gradients)
+
+
+# ---- Advantages of the program ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale, flat", [("std", 2), ("none", 2), ("gdpo", 1)])
+def test_advantage_chooses_the_scale_and_flat_groups_counts_what_has_none(
+    scale, flat, made, tmp_path
+):
+    # Group 0 is flat in both rewards, group 1 in their weighted sum alone.
+    one = [0.1] * 4 + [1, 0, 0, 0] + [3, 0, 1, 0]
+    other = [0.7] * 4 + [0, 2, 2, 2] + [0, 5, 5, 50]
+    def one_reward(completions, **_):
+        return one
+    def other_reward(completions, **_):
+        return other
+    task = rewards.TASKS["made"]
+    task.rewards, task.weights = [one_reward, other_reward], [2, 1]
+    call(*made, "--prompts-per-step", 3, "--steps", 1, "--advantage", scale, "--out",
+         tmp_path / "run")
+    table = np.array([one, other]).T.reshape(3, 4, 2)
+    total = table @ [2, 1]
+    centred = total - total.mean(1, keepdims=True)
+    expected = {"std": centred / (total.std(1, ddof=1, keepdims=True) + 1e-4), "none": centred,
+                "gdpo": by_gdpo(table, [2, 1])}[scale].flatten()
+    ours = np.array([s["advantage"] for s in samples_of(tmp_path / "run")])
+    assert ours == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert (ours[:4] == 0).all() and (ours[4:8] == 0).all() == (scale != "gdpo")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["flat_groups"] == pytest.approx(flat / 3)
+    assert row["reward"] == pytest.approx(total.mean())  # the weighted sum, whatever the scale
+
+
+# ---- The papers' variants, from the command line ------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """In float64 numpy, what each pass over a rollout gave to policy_loss."""
+    seen, real = [], grpo.policy_loss
+    def kept(logps, old_logps, advantages, mask, *rest, **settings):
+        new, old, A = (x.detach().double().numpy() for x in (logps, old_logps, advantages))
+        seen.append((new, old, A[:, None], mask.numpy()))
+        return real(logps, old_logps, advantages, mask, *rest, **settings)
+    monkeypatch.setattr(grpo, "policy_loss", kept)
+    return seen
+
+
+@pytest.fixture
+def variant(warm, make_task, tmp_path, passes):
+    """Runs one step of 8 completions of 12 tokens each at most; -> its metrics."""
+    make_task(ranked_reward)
+    def variant(flags):
+        call("--task", "made", "--model", warm, "--steps", 1, "--max-new-tokens", 12,
+             *flags.split(), "--out", tmp_path / "run")
+        (row,) = metrics_of(tmp_path / "run")
+        return row
+    variant.out = tmp_path / "run"
+    return variant
+
+
+def ppo(ratio, A, low, high):
+    """PPO's terms -min(r A, clip(r) A), and where the clip took the gradient."""
+    terms = -np.minimum(ratio * A, ratio.clip(1 - low, 1 + high) * A)
+    return terms, ((A > 0) & (ratio > 1 + high)) | ((A < 0) & (ratio < 1 - low))
+
+
+def test_dr_grpo(variant, passes):
+    row = variant("--advantage none --aggregate constant")
+    r = np.array(ranked_reward("12345678"))
+    ((new, _, A, mask),) = passes
+    assert [s["advantage"] for s in samples_of(variant.out)] == pytest.approx(r - r.mean())
+    assert sorted(A[:, 0]) == pytest.approx(sorted(r - r.mean()))
+    assert not mask.all()  # the constant is not the number of tokens
+    assert row["loss"] == pytest.approx(-(A * new)[mask].sum() / (8 * 12), rel=1e-4)
+
+
+def test_dapo(variant, passes, monkeypatch):
+    rollouts, sample = [], grpo.sample
+    def kept(*args):
+        rollouts.append(sample(*args))
+        return rollouts[-1]
+    monkeypatch.setattr(grpo, "sample", kept)
+    rewards.TASKS["made"].rewards = [graded({1}, G=8)]  # the first of two groups is flat
+    row = variant("--surrogate token --aggregate token --clip-eps 0.2 0.28 --lr 5e-3"
+                  " --dynamic-sampling 1 --mask-truncated --max-new-tokens 6")
+    (rollout,), cut = rollouts, rollouts[0].truncated[8:]
+    assert len(rollout.texts) == 16 and 0 < cut.sum() < 8
+    tokens = rollout.mask[8:].sum().item()  # all of the group's, those of the truncated, too
+    losses, clipped = [], []
+    for new, old, A, mask in passes:
+        terms, stopped = ppo(np.exp(new - old), A, 0.2, 0.28)
+        assert mask.sum() == rollout.mask[8:][~cut].sum().item() < tokens
+        losses.append(terms[mask].sum() / tokens)
+        clipped.append(stopped[mask])
+    assert len(passes) == 2 and not clipped[0].any() and 0 < clipped[1].mean() < 1
+    assert row["loss"] == pytest.approx(mean(losses), rel=1e-4)
+    assert row["clip_frac"] == pytest.approx(np.concatenate(clipped).mean(), rel=1e-6)
+    assert row["flat_groups"] == 0.5
+
+
+def test_gspo(variant, passes):
+    row = variant("--surrogate gspo --clip-eps 3e-4 4e-4 --inner-epochs 3 --lr 1e-5")
+    losses, clipped = [], []
+    for new, old, A, mask in passes:
+        ratio = np.exp(((new - old) * mask).sum(1) / mask.sum(1))
+        terms, stopped = ppo(ratio, A[:, 0], 3e-4, 4e-4)
+        losses.append(terms.sum() / 8)  # those without advantage, left out, count
+        clipped.append(stopped)
+    assert len(passes) == 3 and not clipped[0].any()
+    assert 0 < np.concatenate(clipped).mean() < 1
+    assert row["loss"] == pytest.approx(mean(losses), rel=1e-3, abs=1e-6)
+    assert row["clip_frac"] == pytest.approx(np.concatenate(clipped).mean(), rel=1e-6)
+
+
+def test_cispo(variant, passes):
+    row = variant("--surrogate cispo --clip-eps 4 --lr 3e-2")
+    losses, capped = [], []
+    for new, old, A, mask in passes:
+        ratio = np.exp(new - old)
+        losses.append(-(np.minimum(ratio, 5) * A * new)[mask].sum() / 8)
+        capped.append((ratio > 5)[mask])  # whatever the sign of A
+    assert len(passes) == 2 and not capped[0].any() and 0 < capped[1].mean() < 1
+    assert row["loss"] == pytest.approx(mean(losses), rel=1e-4)
+    assert row["clip_frac"] == pytest.approx(np.concatenate(capped).mean(), rel=1e-6)
+
+
+def test_gdpo(variant, passes, monkeypatch):
+    def large_reward(completions, **_):
+        return [1e4 * (row % 3) for row, _ in enumerate(completions)]
+    monkeypatch.setitem(rewards.REWARDS, "large", large_reward)
+    monkeypatch.setitem(rewards.REWARDS, "parity", lambda completions, **_: [
+        float(row % 2) for row, _ in enumerate(completions)])
+    rewards.REWARDS["parity"].__name__ = "parity"
+    row = variant("--advantage gdpo --reward large parity --prompts-per-step 2")
+    samples = samples_of(variant.out)
+    A = by_gdpo(np.array([s["rewards"] for s in samples]).reshape(2, 8, 2), [1, 1]).flatten()
+    assert [s["advantage"] for s in samples] == pytest.approx(A, rel=1e-5)
+    assert A[3] - A[0] > 0.5  # equal in the large reward: in GRPO's sum 1e-4 apart
+    assert row["advantage_std"] == pytest.approx(1, abs=1e-3)  # normalised over all
+    ((new, _, A, mask),) = passes
+    assert row["loss"] == pytest.approx(-(A * new)[mask].sum() / 16, rel=1e-4, abs=1e-5)
+
+
+def test_deepseek_v3_2(variant, passes):
+    rewards.TASKS["made"].rewards = [graded({0}, G=8)]
+    row = variant("--kl weighted --kl-coef 0.01 --off-policy-mask 0.1 --lr 1.2e-4"
+                  " --surrogate token --aggregate mean --clip-eps 0.2 --temperature 2")
+    losses, kls, dropped = [], [], []
+    for new, old, A, mask in passes:
+        lengths, ratio = mask.sum(1, keepdims=True), np.exp(new - old)
+        drop = (A < 0) & (((old - new) * mask).sum(1, keepdims=True) / lengths > 0.1)
+        terms = np.where(drop, 0, ppo(ratio, A, 0.2, 0.2)[0])
+        d = old - new  # in the first step the reference is the policy that sampled
+        losses.append((terms * mask / lengths).sum() / 8)
+        kls.append((ratio * (np.exp(d) - d - 1) * mask / lengths).sum() / 8)  # of all rows
+        dropped.append(drop)
+    assert len(passes) == 2 and not dropped[0].any()
+    assert dropped[1].any() and ((A < 0) & ~drop).any()
+    assert row["kl"] == pytest.approx(mean(kls), rel=1e-3) and row["kl"] > 1e-3
+    assert row["loss"] == pytest.approx(mean(losses) + 0.01 * mean(kls), rel=1e-3, abs=1e-6)
 
 
 # ==== The arithmetic task =========================================================================
