@@ -17,7 +17,7 @@ Departures from the two books (README: "Where the sources and the arithmetic par
   - With a clip a rollout is used twice (the first book's reuse); the second book samples anew.
   - Scoring uses the temperature that sampled; the second book samples at 0.8 and scores at 1.
   - A step with nothing to compare is skipped: under Adam, momentum alone would move the weights.
-  - The KL term is k3. The second book's, --kl k1, has a gradient without the reference in it.
+  - A KL term (--kl-coef) is k3. The second book's, k1, has a gradient without the reference in it.
   - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
 
 Shapes: P prompts, G completions each, B = P*G rows, L prompt and T completion tokens, V vocabulary.
@@ -114,8 +114,8 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 where a group's rewards are equal to 1e-12: in float32 the std of eight times 0.1 is
-    8e-9, and what rounding leaves would pass for an advantage. ValueError for G < 2."""
+    Exactly 0 where a group's rewards differ by at most 1e-12: in float32 the std of eight times 0.1
+    is 8e-9, and such rounding errors would pass for advantages. ValueError for G < 2."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -125,13 +125,14 @@ def group_advantages(rewards: Tensor, scale: str = "std", eps: float = 1e-4) -> 
 
 def gdpo_advantages(rewards: Tensor, weights, eps: float = 1e-4) -> Tensor:
     """GDPO: each of K rewards is normalised in its group before they are added, so that none drowns
-    the others. rewards (P, G, K) -> sum of weights[k] * A_k, (P, G), normalised over all P*G. Flat
-    groups stay exactly 0. With one reward these are GRPO's advantages, uniformly rescaled."""
-    total = sum(w * group_advantages(r, eps=eps) for w, r in zip(weights, rewards.unbind(2)))
+    the others. rewards (P, G, K) -> (P, G): x = sum of weights[k] * A_k, then (x - mean) / (std +
+    eps) over all P*G; flat groups stay exactly 0. With one reward: GRPO's A, uniformly rescaled."""
+    each = zip(rewards.unbind(2), weights, strict=True)
+    total = sum(weight * group_advantages(reward, eps=eps) for reward, weight in each)
     flat = torch.isclose(total, total[:, :1], 1e-12, 1e-12).all(1, keepdim=True)
-    return group_advantages(total.view(1, -1), "std", eps).view_as(total).masked_fill(flat, 0.0)
+    return group_advantages(total.reshape(1, -1), eps=eps).view_as(total).masked_fill(flat, 0.0)
 
-# ==== 4. Score: the log-probability of exactly the sampled tokens ===============================
+# ==== 4. Log-probabilities: of exactly the sampled tokens, under the policy =====================
 def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len: int,
                 temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
@@ -182,14 +183,13 @@ def policy_loss(
     "token"      token       the same                          r = exp(l - old); PPO, DeepSeekMath
     "gspo"       completion  the same                          r = exp(mean(l - old)); GSPO
     "cispo"      token       -stop_gradient(min(r, 1+hi)) A l  r = exp(l - old); MiniMax-M1
-
     logps, old_logps, mask (B, T), advantages (B,). Tokens' terms go through aggregate_terms, those
     of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
-    Without clip_eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
-    exp: no infinity reaches a gradient, and a term beyond that has none (not counted as clipped).
-    off_policy_mask D (DeepSeek-V3.2): no loss where A < 0 and mean(old - l) > D; such rows count.
-    stats: ratios (before the clip) and clipped (it took the gradient; cispo: it capped the weight)
-    of each term but padding (reinforce: each completion); ratio_mean, ratio_max and clip_frac."""
+    Without either eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
+    exp: no infinity reaches a gradient, and beyond that a clipped ratio's term has none.
+    off_policy_mask D (DeepSeek-V3.2): completions with A < 0 and mean(old - l) > D give no loss,
+    but stay in the denominator. stats: the ratios before the clip, whether the clip took a term's
+    gradient (cispo: capped its weight), for all but padding; ratio_mean, ratio_max, clip_frac."""
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
     hi = lo if clip_eps_high is None else clip_eps_high
@@ -197,7 +197,7 @@ def policy_loss(
     logps, old_logps = torch.where(mask, logps, 0.0), torch.where(mask, old_logps, 0.0).detach()
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     log_ratio, active = logps - old_logps, mask  # (B, T)
-    if surrogate not in ("token", "cispo"):
+    if surrogate not in ("token", "cispo"):  # reinforce has a ratio in its stats alone
         log_ratio, active = log_ratio.sum(1, keepdim=True), mask.any(1, keepdim=True)  # (B, 1)
     log_ratio = log_ratio / lengths if surrogate == "gspo" else log_ratio
     ratio = log_ratio.clamp(-20, 20).exp()
@@ -217,7 +217,7 @@ def policy_loss(
         drift = (old_logps - logps).sum(1, keepdim=True) / lengths  # (B, 1)
         terms = torch.where((A < 0) & (drift > off_policy_mask), 0.0, terms)
     if surrogate in PER_COMPLETION:
-        mask, aggregate = active, "sum"  # of (B, 1) terms: their mean
+        mask, aggregate = active, "sum"  # the mean of (B, 1) terms
     loss = aggregate_terms(terms, mask, aggregate, max_len, normalizer)
     ratios, clipped = ratio.detach()[active], clipped[active].float()
     return loss, {"ratios": ratios, "clipped": clipped, "ratio_mean": ratios.mean(),
@@ -229,7 +229,7 @@ def kl_loss(
 ) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
     With d = ref - l, aggregated like the policy loss: the term of a token, and its average gradient
-    "k1"        -d               0, without the reference in it; the second book's
+    "k1"        -d               0 on-policy; the reference is not in it; the second book's
     "k2"        d^2 / 2          that of KL(policy || reference), for one token
     "k3"        exp(d) - d - 1   that of KL(reference || policy); never negative; DeepSeekMath
     "weighted"  exp(l - old) k3  that of KL(policy || reference), off-policy too; DeepSeek-V3.2
@@ -262,8 +262,7 @@ def tiny_policy():
     return transformers.Qwen3ForCausalLM(config), tokenizer
 
 def warm_start(model, tokenizer, task: rewards.Task, seed: int, batch=16, lr=3e-3) -> None:
-    """Supervised fine-tuning on the task's demonstrations: GRPO's loss, with given completions and
-    every advantage 1. (First book: the two loops differ in where their signal comes from.)"""
+    """Supervised fine-tuning on demonstrations: GRPO's loss, completions given, advantages of 1."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0, fused=True)
     for step in tqdm(range(task.warm_start_steps), "warm start", disable=None, leave=False):
@@ -297,21 +296,20 @@ def mean(values: list[float]) -> float | None:
 def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | None) -> None:
     """The loop, up to args.steps or the step that finds `stop` filled. From `state` it goes on as
     if never stopped: what is random in a step, its prompts too, follows from seed and number."""
-    P, G = args.prompts_per_step * (1 + args.dynamic_sampling), args.group_size  # as sampled
+    P, G = args.prompts_per_step * (1 + args.dynamic_sampling), args.group_size  # spares included
     B, T_max, device = P * G, args.max_new_tokens, model.device
     out, checkpoint = Path(args.out), Path(args.out, "checkpoint")
     reward_weights = torch.tensor(task.weights or [1.0] * len(task.rewards), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef > 0 else None
-    done, flat_steps = 0, 0
+    done, flat_steps = (state["step"] if state else 0), 0
     if state:
-        done = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # another --lr may come with --resume
-        if reference and state["reference"]:  # a --kl-coef that comes with --resume refers to it
+        if reference and state["reference"]:  # else it starts from the policy as resumed
             reference.load_state_dict(state["reference"])
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
-        with path.open("a+b") as file:  # drop the lines of steps that will come again
+        with path.open("a+b") as file:  # drop the lines of steps that will come again, step 0 too
             file.seek(0)
             lines = [line for line in file if line.endswith(b"\n")]
             file.truncate(sum(len(x) for x in lines if json.loads(x)["step"] <= (done or -1)))
@@ -320,7 +318,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             file.writelines(json.dumps(each) + "\n" for each in records)
     def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
         new, old = out / "checkpoint.new", out / "checkpoint.old"
-        own, model.generation_config = model.generation_config, GenerationConfig()  # never refused
+        own, model.generation_config = model.generation_config, GenerationConfig()  # savable
         model.save_pretrained(new)
         model.generation_config = own
         own.to_json_file(new / "generation_config.json")
@@ -332,9 +330,9 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-    def scored(network, rows):  # of a step's rollout: (rows, logps, entropies) by micro-batches,
-        rows = rows[useful[rows]]  # sorted by length, each as wide as its longest prompt and answer
-        rows = rows[mask[rows].sum(1).argsort()]
+    def forward(network, rows):  # (rows, logps, entropy) by micro-batches of the step's rollout
+        rows = rows[useful[rows]]
+        rows = rows[mask[rows].sum(1).argsort()]  # like lengths together: little padding
         for part in rows.split(args.micro_batch or B) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
             used, T = attention_mask.any(0), int(mask[part].sum(1).max())
@@ -358,7 +356,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         rollout = sample(model, tokenizer, prompts, G, T_max, args.temperature, args.top_p)
         mask = rollout.mask  # (B, T)
         t_sampled = time.perf_counter()
-        # ---- Score each completion with a program; compare it with its group.
+        # ---- Reward each completion with a program; compare it with its group.
         examples = [example for example in examples for _ in range(G)]  # B of them, prompt-major
         try:
             scores = rewards.score(task.rewards, rollout.texts, examples)
@@ -371,22 +369,22 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         reward = (reward_weights @ scores).view(P, G)
         advantages = (group_advantages(reward, args.advantage) if args.advantage != "gdpo" else
                       gdpo_advantages(scores.T.view(P, G, -1), reward_weights))  # (P, G)
-        signal = (advantages != 0).any(1)  # (P,) False for flat groups
-        kept = (signal | (args.dynamic_sampling == 0)).nonzero()[:args.prompts_per_step]  # groups
-        kept = (kept * G + torch.arange(G)).flatten().to(device)  # their rows
+        uneven = (advantages != 0).any(1)  # (P,) False for flat groups
+        groups = (uneven | (args.dynamic_sampling == 0)).nonzero()[:args.prompts_per_step]  # DAPO
+        kept = (groups * G + torch.arange(G)).flatten().to(device)  # rows of the update
         advantages = advantages.flatten().to(device, torch.float32)  # (B,)
-        # ---- Update: inner_epochs passes over the rollout, each in minibatches, a step for each.
+        # ---- Update: inner_epochs passes over the rollout, an optimizer step for each minibatch.
         t_rewarded = time.perf_counter()
         seen = {k: [] for k in ("loss", "grad_norm", "kl", "entropy", "ratio", "clip_frac")}
         trained = mask & ~(rollout.truncated & args.mask_truncated).unsqueeze(1)  # (B, T)
-        useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,) rows to score
+        useful = ((advantages != 0) | (args.kl_coef > 0)) & trained.any(1)  # (B,) has a loss
         shuffles = [kept[torch.randperm(len(kept))] for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
         old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
-        with torch.no_grad():  # the first minibatch's own pass, before any update, brings its own
-            for rows, logps, _ in scored(model, shuffles[0][len(minibatches[0]):]):
+        with torch.no_grad():  # before any update; the first minibatch's own pass sets its own
+            for rows, logps, _ in forward(model, shuffles[0][len(minibatches[0]):]):
                 old_logps[rows] = logps
-            for rows, logps, _ in scored(reference, kept) if reference else ():
+            for rows, logps, _ in forward(reference, kept) if reference else ():
                 ref_logps[rows] = logps
         for index, minibatch in enumerate(minibatches):
             token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # all its rows
@@ -395,8 +393,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
             optimizer.zero_grad()
             loss_sum = 0.0
-            for rows, logps, entropy in scored(model, minibatch):
-                if index == 0:
+            for rows, logps, entropy in forward(model, minibatch):
+                if index == 0:  # before any update, too
                     old_logps[rows] = logps.detach()
                 loss, stats = policy_loss(
                     logps, old_logps[rows], advantages[rows], trained[rows], args.surrogate,
@@ -430,7 +428,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             **{k: mean(seen[k]) for k in ("loss", "grad_norm", "clip_frac", "entropy")},
             "kl": sum(seen["kl"]) / len(seen["loss"]) if seen["kl"] else None,
             "ratio_mean": mean(seen["ratio"]), "ratio_max": max(seen["ratio"], default=None),
-            "flat_groups": 1 - mean(signal.tolist()), "truncated": mean(rollout.truncated.tolist()),
+            "flat_groups": 1 - mean(uneven.tolist()), "truncated": mean(rollout.truncated.tolist()),
             "length": mean(lengths), "length_max": max(lengths), "lr": args.lr,
             "tokens_per_s": sum(lengths) / (t_end - t_start), "seconds": t_end - t_start,
             "seconds_sample": t_sampled - t_start, "seconds_update": t_end - t_rewarded,
@@ -523,6 +521,8 @@ def parse_args(argv: list[str] | None):
         args.clip_eps and args.surrogate == "reinforce"
         and "--clip-eps: --surrogate reinforce has no ratio to clip; use sequence or token",
         args.surrogate == "cispo" and not args.clip_eps and "--surrogate cispo needs --clip-eps",
+        args.off_policy_mask is not None and args.inner_epochs * args.minibatches == 1
+        and "--off-policy-mask: nothing is off-policy without --inner-epochs or --minibatches",
         args.aggregate != "sum" and args.surrogate in PER_COMPLETION and not args.kl_coef
         and f"--aggregate: --surrogate {args.surrogate} has no terms for tokens without --kl-coef",
         args.minibatches > args.prompts_per_step * args.group_size
@@ -553,7 +553,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"model: {args.model} (or --model tiny, --model {LARGE}, --model DIRECTORY)", flush=True)
     torch.manual_seed(args.seed)  # the tiny model's weights
     try:
-        state = torch.load(source / "trainer.pt") if args.resume else None
+        state = torch.load(source / "trainer.pt", "cpu") if args.resume else None
         model, tokenizer = tiny_policy() if fresh else (
             AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
             AutoTokenizer.from_pretrained(source))

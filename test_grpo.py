@@ -787,6 +787,11 @@ def test_gdpo_refuses_groups_of_one():
         grpo.gdpo_advantages(torch.zeros(3, 1, 2), [1, 1])
 
 
+def test_gdpo_takes_a_weight_for_each_reward():
+    with pytest.raises(ValueError):
+        grpo.gdpo_advantages(torch.randn(3, 4, 2), [1.0])
+
+
 # ---- Micro-batches, padding, non-finite values --------------------------------------------------
 
 
@@ -2132,7 +2137,7 @@ REFUSED = [
     ("--task", "chess"), ("--surrogate", "ppo"), ("--aggregate", "max"), ("--kl", "k4"),
     ("--prompts-per-step", "0"), ("--log-every", "0"), ("--model", "no/such/directory"),
     ("--advantage", "batch"), ("--dynamic-sampling", "-1"), ("--dynamic-sampling", "0.5"),
-    ("--off-policy-mask", "-0.1"), ("--off-policy-mask", "nan"),
+    ("--off-policy-mask", "-0.1"), ("--off-policy-mask", "nan"), ("--off-policy-mask", "0.1"),
     ("--aggregate", "mean --clip-eps 10"),  # of sequence, the default with a clip
     *(("--aggregate", f"{aggregate} --surrogate {surrogate} --clip-eps 0.2")  # of which terms?
       for aggregate in AGGREGATES[1:] for surrogate in PER_COMPLETION),
