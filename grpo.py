@@ -16,7 +16,7 @@ Departures from the two books (README: "Where the sources and the arithmetic par
   - The clip is PPO's min(r A, clip(r) A), on both sides; the second book's code clips above only.
   - With a clip a rollout is used twice (the first book's reuse); the second book samples anew.
   - Scoring uses the temperature that sampled; the second book samples at 0.8 and scores at 1.
-  - A step with nothing to compare is skipped: under Adam, momentum alone would move the weights.
+  - A step without signal or KL term is skipped: under Adam, momentum alone would move the weights.
   - A KL term (--kl-coef) is k3. The second book's, k1, has a gradient without the reference in it.
   - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
 
@@ -85,7 +85,7 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
     """Draw group_size completions of each prompt (text or token ids), in adjacent rows; temperature
     0 is greedy. The model's own generation config (top_k, repetition penalty, ...) is set aside but
-    for its EOS ids, or `generate` would draw from another distribution than token_logps scores."""
+    for its EOS ids: `generate` shall draw from what token_logps scores (top_p < 1 does not)."""
     own_config = model.generation_config
     eos = own_config.eos_token_id  # None, an int or a list
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
@@ -186,10 +186,10 @@ def policy_loss(
     logps, old_logps, mask (B, T), advantages (B,). Tokens' terms go through aggregate_terms, those
     of completions are averaged. weights: (B, T) importance weights; a completion takes their mean.
     Without either eps nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20 before
-    exp: no infinity reaches a gradient, and beyond that a clipped ratio's term has none.
+    exp: no infinity reaches a gradient, and beyond that a ratio passes none.
     off_policy_mask D (DeepSeek-V3.2): completions with A < 0 and mean(old - l) > D give no loss,
-    but stay in the denominator. stats: the ratios before the clip, whether the clip took a term's
-    gradient (cispo: capped its weight), for all but padding; ratio_mean, ratio_max, clip_frac."""
+    but stay in the denominator. stats, padding left out: ratios before the clip; clipped: it took
+    the gradient (cispo: capped the weight); ratio_mean, ratio_max, clip_frac."""
     A = advantages.unsqueeze(1)  # (B, 1): where B == T, (B,) would broadcast along time
     lo = math.inf if clip_eps is None else clip_eps
     hi = lo if clip_eps_high is None else clip_eps_high
@@ -318,7 +318,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             file.writelines(json.dumps(each) + "\n" for each in records)
     def save(step):  # beside the old checkpoint, then in its place: a complete one is always there
         new, old = out / "checkpoint.new", out / "checkpoint.old"
-        own, model.generation_config = model.generation_config, GenerationConfig()  # savable
+        own, model.generation_config = model.generation_config, GenerationConfig()  # valid
         model.save_pretrained(new)
         model.generation_config = own
         own.to_json_file(new / "generation_config.json")
@@ -330,7 +330,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-    def forward(network, rows):  # (rows, logps, entropy) by micro-batches of the step's rollout
+    def forward(network, rows):  # yields the useful ones: (rows, logps, entropy), micro-batched
         rows = rows[useful[rows]]
         rows = rows[mask[rows].sum(1).argsort()]  # like lengths together: little padding
         for part in rows.split(args.micro_batch or B) if len(rows) else ():
@@ -381,13 +381,13 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         shuffles = [kept[torch.randperm(len(kept))] for _ in range(args.inner_epochs)]
         minibatches = [part for rows in shuffles for part in rows.tensor_split(args.minibatches)]
         old_logps, ref_logps = torch.zeros(2, *mask.shape, device=device)  # (B, T)
-        with torch.no_grad():  # before any update; the first minibatch's own pass sets its own
+        with torch.no_grad():  # before any update; minibatch 0 fills its own in the loop
             for rows, logps, _ in forward(model, shuffles[0][len(minibatches[0]):]):
                 old_logps[rows] = logps
             for rows, logps, _ in forward(reference, kept) if reference else ():
                 ref_logps[rows] = logps
         for index, minibatch in enumerate(minibatches):
-            token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # all its rows
+            token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # useless too
             normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else token_normalizer
             if not useful[minibatch].any():
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
@@ -483,7 +483,7 @@ def parse_args(argv: list[str] | None):
     flag("--resume", metavar="DIR", help="a run to go on with, its config.json giving the flags")
     flag("--eval-every", type=count, help="steps between greedy accuracies, by `correct` (never)")
     flag("--eval-data", metavar="FILE", help="held-out JSON lines, with answers (the task's)")
-    flag("--prompts-per-step", type=count, help="P, each with its own group (the task's)")
+    flag("--prompts-per-step", type=count, help="each with a group of its own (the task's)")
     flag("--dynamic-sampling", type=number(int, 0), default=0, help="spares for flat groups (0)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
