@@ -15,12 +15,12 @@ One training step, in the order of this file:
 Departures from the two books (README: "Where the sources and the arithmetic part ways"):
   - The clip is PPO's min(r A, clip(r) A), on both sides; the second book's code clips above only.
   - With a clip a rollout is used twice (the first book's reuse); the second book samples anew.
-  - Scoring uses the temperature that sampled; the second book samples at 0.8 and scores at 1.
+  - Samples and log-probabilities are of one temperature; in the second book, of 0.8 and of 1.
   - A step without signal or KL term is skipped: under Adam, momentum alone would move the weights.
   - A KL term (--kl-coef) is k3. The second book's, k1, has a gradient without the reference in it.
   - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
 
-Shapes: P prompts, G completions each, B = P*G rows, L prompt and T completion tokens, V vocabulary.
+Shapes: P prompts of L tokens, G completions each of T, B = P*G rows, V vocabulary, K rewards.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def pad(rows: list[list[int]], pad_id: int, side: str, device) -> tuple[Tensor, 
 
 @contextlib.contextmanager
 def fixed_network(model):
-    """Sampling and scoring see one and the same network: no dropout; on CUDA, bf16 autocast."""
+    """`sample` and `token_logps` see the same network: no dropout; on CUDA, bf16 autocast."""
     training, device = model.training, model.device.type
     model.eval()
     try:
@@ -85,7 +85,7 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
            temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
     """Draw group_size completions of each prompt (text or token ids), in adjacent rows; temperature
     0 is greedy. The model's own generation config (top_k, repetition penalty, ...) is set aside but
-    for its EOS ids: `generate` shall draw from what token_logps scores (top_p < 1 does not)."""
+    for its EOS ids: `generate` shall draw from token_logps' distribution (top_p < 1 does not)."""
     own_config = model.generation_config
     eos = own_config.eos_token_id  # None, an int or a list
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
@@ -101,7 +101,7 @@ def sample(model, tokenizer, prompts: list, group_size: int, max_new_tokens: int
                 do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p)  # (B, L+T)
     finally:
         model.generation_config = own_config
-    input_ids = input_ids.clone()  # what inference_mode made could not be scored with a gradient
+    input_ids = input_ids.clone()  # what inference_mode made cannot take part in a gradient
     completion_ids = input_ids[:, prompt_ids.shape[1]:]  # (B, T)
     mask = completion_mask(completion_ids, eos_ids)
     truncated = ~torch.isin(completion_ids, completion_ids.new_tensor(eos_ids)).any(1)
@@ -129,8 +129,8 @@ def gdpo_advantages(rewards: Tensor, weights, eps: float = 1e-4) -> Tensor:
     eps) over all P*G; flat groups stay exactly 0. With one reward: GRPO's A, uniformly rescaled."""
     each = zip(rewards.unbind(2), weights, strict=True)
     total = sum(weight * group_advantages(reward, eps=eps) for reward, weight in each)
-    flat = torch.isclose(total, total[:, :1], 1e-12, 1e-12).all(1, keepdim=True)
-    return group_advantages(total.reshape(1, -1), eps=eps).view_as(total).masked_fill(flat, 0.0)
+    x = group_advantages(total, "none")  # the mean of each group is 0 already, so that of all is
+    return x / (x.std() + eps)
 
 # ==== 4. Log-probabilities: of exactly the sampled tokens, under the policy =====================
 def token_logps(model, input_ids: Tensor, attention_mask: Tensor, completion_len: int,
@@ -330,8 +330,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             checkpoint.rename(old)
         new.rename(checkpoint)
         shutil.rmtree(old, ignore_errors=True)
-    def forward(network, rows):  # yields the useful ones: (rows, logps, entropy), micro-batched
-        rows = rows[useful[rows]]
+    def forward(network, rows):  # of a step's rollout: (rows, logps, entropy) by micro-batches
+        rows = rows[useful[rows]]  # those with a loss
         rows = rows[mask[rows].sum(1).argsort()]  # like lengths together: little padding
         for part in rows.split(args.micro_batch or B) if len(rows) else ():
             ids, attention_mask = rollout.input_ids[part], rollout.attention_mask[part]
@@ -369,8 +369,8 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         reward = (reward_weights @ scores).view(P, G)
         advantages = (group_advantages(reward, args.advantage) if args.advantage != "gdpo" else
                       gdpo_advantages(scores.T.view(P, G, -1), reward_weights))  # (P, G)
-        uneven = (advantages != 0).any(1)  # (P,) False for flat groups
-        groups = (uneven | (args.dynamic_sampling == 0)).nonzero()[:args.prompts_per_step]  # DAPO
+        uneven = (advantages != 0).any(1)  # (P,) False for flat groups, which DAPO drops
+        groups = (uneven | (args.dynamic_sampling == 0)).nonzero()[:args.prompts_per_step]
         kept = (groups * G + torch.arange(G)).flatten().to(device)  # rows of the update
         advantages = advantages.flatten().to(device, torch.float32)  # (B,)
         # ---- Update: inner_epochs passes over the rollout, an optimizer step for each minibatch.
@@ -387,7 +387,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
             for rows, logps, _ in forward(reference, kept) if reference else ():
                 ref_logps[rows] = logps
         for index, minibatch in enumerate(minibatches):
-            token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # useless too
+            token_normalizer = denominator(mask[minibatch], args.aggregate, T_max)  # of all rows
             normalizer = len(minibatch) if args.surrogate in PER_COMPLETION else token_normalizer
             if not useful[minibatch].any():
                 continue  # no optimizer step: under Adam, momentum alone would move the weights
@@ -443,7 +443,7 @@ def train(args, task: rewards.Task, model, tokenizer, stop: list, state: dict | 
         if step == 1 or last or step % args.log_every == 0:
             shown = (f"{k} {metrics[k]:.3g}" for k in PRINTED if metrics.get(k) is not None)
             tqdm.write(f"{'  '.join(shown)}\n    reward {reward[0, 0]:g}: {rollout.texts[0]!r}")
-        flat_steps = flat_steps + 1 if metrics["flat_groups"] == 1 else 0
+        flat_steps = 0 if uneven.any() else flat_steps + 1
         if flat_steps and flat_steps % 10 == 0:
             tqdm.write(f"warning: {flat_steps} steps with nothing to compare. Rewards all lowest: "
                        "raise --temperature or grade the --reward; all highest: cut --steps")
@@ -487,7 +487,7 @@ def parse_args(argv: list[str] | None):
     flag("--dynamic-sampling", type=number(int, 0), default=0, help="spares for flat groups (0)")
     flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="tokens of the longest completion (the task's)")
-    flag("--temperature", type=number(float, 1e-3), default=1.0, help="samples and scores (1)")
+    flag("--temperature", type=number(float, 1e-3), default=1.0, help="of sampling and logps (1)")
     flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus sampled from (1: all)")
     flag("--lr", type=coefficient, help="AdamW's (1e-5; under 10M parameters, the task's)")
     flag("--advantage", choices=("std", "none", "gdpo"), default="std", help="its scale (std)")
@@ -590,8 +590,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     if curve := [row["reward"] for row in rows if row["step"] > 0]:
         bars = torch.nn.functional.adaptive_avg_pool1d(torch.tensor([curve]), min(60, len(curve)))
-        bars = (bars - bars.min()) / (bars.max() - bars.min()).clamp(min=1e-9)
-        print("reward  " + "".join("▁▂▃▄▅▆▇█"[round(7 * bar)] for bar in bars[0].tolist()))
+        bars = 7 * (bars - bars.min()) / (bars.max() - bars.min()).clamp(min=1e-9)
+        print("reward ", "".join("▁▂▃▄▅▆▇█"[round(bar)] for bar in bars[0].tolist()))
         print(f"mean reward: first 5 steps {mean(curve[:5]):.2f}, last 20 {mean(curve[-20:]):.2f}")
     print(f"written to {out}: config.json, metrics.jsonl, samples.jsonl, checkpoint")
     return 130 if stop else 0
