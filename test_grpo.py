@@ -5,7 +5,11 @@ Expected values are printed by a source named beside them, or computed here in n
 definitions, never by the code under test.
 """
 
-import inspect
+import contextlib
+import copy
+import functools
+import io
+import itertools
 import json
 import math
 import os
@@ -19,25 +23,17 @@ import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import grpo
 import rewards
-from rewards import (
-    correct_reward,
-    correct_think_reward,
-    extract_answer,
-    parse_number,
-    read_jsonl,
-    text_of,
-    think_reward,
-)
 
 torch.set_num_threads(1)
 
@@ -46,6 +42,7 @@ PER_COMPLETION = ("sequence", "gspo")
 AGGREGATES = ("sum", "mean", "token", "constant")
 ESTIMATORS = ("k1", "k2", "k3", "weighted")
 MAX_LEN = 9  # for the "constant" aggregation
+EOS, PAD = 256, 257  # of the byte tokenizer
 
 
 def policy(logps, *args, **settings):
@@ -65,17 +62,76 @@ def kl(logps, *args, **settings):
     return loss.item(), logps.grad.numpy()
 
 
-def numeric_gradient(function, x, h=1e-6):
-    """Central differences."""
-    gradient = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        step = np.zeros_like(x)
-        step[index] = h
-        gradient[index] = (function(x + step) - function(x - step)) / (2 * h)
-    return gradient
+def parameter_gradients(model, loss):
+    """All of them in one vector."""
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# ---- What the two books print -------------------------------------------------------------------
+def enlarged(model):
+    """Weights of the usual size hide faults of mask and position within the tolerance."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(8)
+    return model.eval()
+
+
+def qwen(**config):
+    """Rotary positions."""
+    torch.manual_seed(0)
+    config = dict(vocab_size=60, eos_token_id=None, bos_token_id=None, pad_token_id=None) | config
+    return enlarged(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=128, **config)))
+
+
+def gpt2(dropout=0.0, **config):
+    """Learned positions."""
+    torch.manual_seed(0)
+    config = dict(vocab_size=60, eos_token_id=None, bos_token_id=None, pad_token_id=None) | config
+    return enlarged(transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=dropout, embd_pdrop=dropout,
+        attn_pdrop=dropout, **config)))
+
+
+def byte_tokenizer():
+    return grpo.tiny_policy()[1]
+
+
+def script(monkeypatch, model, completions):
+    """Let model.generate write these completions; returns what it was called with."""
+    seen = []
+
+    def generate(*args, **settings):
+        prompts = args[0] if args else settings.get("inputs", settings.get("input_ids"))
+        seen.append(SimpleNamespace(prompts=prompts, config=model.generation_config, **settings))
+        return torch.cat([prompts, torch.tensor(completions)], 1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    return seen
+
+
+def spy(monkeypatch, model):
+    """Let model.generate also keep its scores and logits, (B, T, V), and the training flag."""
+    generate, seen = model.generate, []
+
+    def kept(*args, **settings):
+        wanted = settings.get("return_dict_in_generate")
+        out = generate(*args, **settings | dict(
+            output_scores=True, output_logits=True, return_dict_in_generate=True))
+        seen.append(SimpleNamespace(
+            training=model.training, scores=torch.stack(out.scores, 1).double(),
+            logits=torch.stack(out.logits, 1).double()))
+        return out if wanted else out.sequences
+
+    monkeypatch.setattr(model, "generate", kept)
+    return seen
+
+
+# ==== 1. What the two books print =================================================================
+# Every number that a reader can check against a page, by the function that computes it here.
 
 # Second book, 7.4: four completions, one log-probability each.
 NEW = torch.tensor([[-7.9243], [-20.1546], [-16.6130], [-23.3677]], dtype=torch.float64)
@@ -214,1265 +270,8 @@ def test_think_tags_become_one_token_each_within_the_rows_the_embedding_has(monk
     assert logps.isfinite().all()
 
 
-# ---- The loss and its gradient ------------------------------------------------------------------
-
-
-def off_policy(B=6, T=6, seed=0):
-    """logps, old, ref, advantages, weights (float64 numpy) and a ragged mask.
-
-    With eps 0.2, 0.28 rows 0 and 3 hold clipped terms for every surrogate, on either side.
-    """
-    rng = np.random.default_rng(seed)
-    logps = rng.normal(-2, 0.5, (B, T))
-    drift = np.array([0.6, -0.6, 0.6, -0.6, 0.05, -0.05])[:B, None]
-    old = logps - drift - rng.normal(0, 0.1, (B, T))
-    ref = logps + rng.normal(0, 0.5, (B, T))
-    A = np.array([1.3, 0.4, -0.9, -1.6, 0.8, -0.2])[:B]
-    mask = np.arange(T) < np.array([6, 4, 1, 5, 3, 2])[:B, None]
-    return logps, old, ref, A, mask, rng.uniform(0.2, 2, (B, T))
-
-
-def shares(mask, aggregate):
-    """What a token's term is multiplied by in the aggregated loss."""
-    B, lengths = len(mask), mask.sum(1, keepdims=True)
-    return mask * {"sum": 1 / B, "mean": 1 / np.maximum(lengths, 1) / B, "token": 1 / mask.sum(),
-                   "constant": 1 / (B * MAX_LEN)}[aggregate]
-
-
-def ppo_term(r, A, low, high):
-    """(term, whether the clip removed its gradient), case by case."""
-    if A > 0 and r > high:
-        return -high * A, True
-    if A < 0 and r < low:
-        return -low * A, True
-    return -r * A, False
-
-
-def by_definition(logps, old, A, mask, surrogate, clip, aggregate, weights, frozen=None):
-    """(loss, [(ratio, clipped), ...]), term by term. frozen: logps where no gradient flows."""
-    lo, hi = clip
-    hi = lo if hi is None else hi
-    low, high = -math.inf if lo is None else 1 - lo, math.inf if hi is None else 1 + hi
-    frozen, share = logps if frozen is None else frozen, shares(mask, aggregate)
-    loss, seen = 0.0, []
-    for i, on in enumerate(mask):
-        log_ratio = (logps - old)[i, on]
-        if surrogate in PER_COMPLETION:
-            r = np.exp(log_ratio.sum() if surrogate == "sequence" else log_ratio.mean())
-            term, clipped = ppo_term(r, A[i], low, high)
-            loss += term * weights[i, on].mean() / len(mask)
-            seen.append((r, clipped))
-        elif surrogate == "reinforce":  # no ratio of its own: the sequence's is reported
-            loss -= A[i] * (logps * weights * share)[i, on].sum()
-            seen.append((np.exp(log_ratio.sum()), False))
-        else:
-            for t in np.flatnonzero(on):
-                if surrogate == "cispo":
-                    r = np.exp(frozen[i, t] - old[i, t])
-                    term, clipped = -min(r, high) * A[i] * logps[i, t], r > high
-                else:
-                    r = np.exp(logps[i, t] - old[i, t])
-                    term, clipped = ppo_term(r, A[i], low, high)
-                loss += term * weights[i, t] * share[i, t]
-                seen.append((r, clipped))
-    return loss, seen
-
-
-SURROGATE_AND_CLIP = [  # nothing clipped, one eps, two, the upper alone; cispo needs a cap
-    (surrogate, clip) for surrogate in SURROGATES
-    for clip in ((None, None), (0.2, None), (0.2, 0.28), (None, 0.28))
-    if surrogate != "cispo" or clip != (None, None)]
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("surrogate, clip", SURROGATE_AND_CLIP)
-def test_policy_loss_gradient_and_statistics_are_those_of_the_definition(
-        surrogate, clip, aggregate, weighted):
-    logps, old, _, A, mask, weights = off_policy()
-    weights = weights if weighted else np.ones_like(weights)
-    settings = (old, A, mask, surrogate, clip, aggregate, weights)
-    expected, seen = by_definition(logps, *settings)
-    slope = numeric_gradient(lambda x: by_definition(x, *settings, frozen=logps)[0], logps)
-    ratios, clipped = map(np.array, zip(*seen))
-
-    loss, gradient, stats = policy(
-        logps, *map(torch.tensor, (old, A, mask)), surrogate, *clip, aggregate, MAX_LEN,
-        torch.tensor(weights) if weighted else None)
-    assert loss == pytest.approx(expected, rel=1e-9)
-    assert gradient == pytest.approx(slope, rel=1e-6, abs=1e-8)
-    assert stats["clip_frac"] == pytest.approx(clipped.mean(), rel=1e-6)
-    assert stats["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-6)
-    assert stats["ratio_max"] == pytest.approx(ratios.max(), rel=1e-6)
-    if clip[0] and surrogate in ("sequence", "token", "gspo"):  # both bounds were at work
-        assert 0 < clipped[ratios > 1].mean() < 1 and 0 < clipped[ratios < 1].mean() < 1
-
-
-def test_the_aggregations_and_surrogates_differ_on_the_vectors_that_test_them():
-    logps, old, _, A, mask, weights = off_policy()
-    losses = {(s, a): by_definition(logps, old, A, mask, s, (0.2, 0.28), a, weights)[0]
-              for s in SURROGATES for a in (AGGREGATES if s not in PER_COMPLETION else ["sum"])}
-    assert len({round(loss, 6) for loss in losses.values()}) == len(losses) == 14
-
-
-OFF_POLICY_D = 0.3  # drops row 3 of off_policy(): A < 0, mean(old - l) about 0.6
-SURROGATE_AND_AGGREGATE = [
-    (surrogate, aggregate) for surrogate in SURROGATES
-    for aggregate in (["sum"] if surrogate in PER_COMPLETION else AGGREGATES)]
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("D", [-0.3, OFF_POLICY_D, 2.0])
-@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
-def test_off_policy_mask_takes_the_loss_of_bad_rows_that_drifted_down_and_counts_them(
-        surrogate, aggregate, D, weighted):
-    logps, old, _, A, mask, weights = off_policy()
-    weights = weights if weighted else np.ones_like(weights)
-    drift = ((old - logps) * mask).sum(1) / mask.sum(1)
-    dropped = (A < 0) & (drift > D)  # DeepSeek-V3.2's M = 0
-    assert dropped.sum() == {-0.3: 2, OFF_POLICY_D: 1, 2.0: 0}[D]
-    assert ((A < 0) & ~dropped).any() and ((A > 0) & (drift > OFF_POLICY_D)).any()
-    # No lower bound, or the clip alone would take the gradient of the row that is dropped.
-    clip = (None, 0.28)
-    settings = (old, np.where(dropped, 0, A), mask, surrogate, clip, aggregate, weights)
-    expected, _ = by_definition(logps, *settings)  # a row without advantage has no loss, too
-    slope = numeric_gradient(lambda x: by_definition(x, *settings, frozen=logps)[0], logps)
-    _, seen = by_definition(logps, old, A, *settings[2:])
-    ratios, clipped = map(np.array, zip(*seen))  # with the dropped rows
-
-    loss, gradient, stats = policy(
-        logps, *map(torch.tensor, (old, A, mask)), surrogate, *clip, aggregate, MAX_LEN,
-        torch.tensor(weights) if weighted else None, off_policy_mask=D)
-    assert loss == pytest.approx(expected, rel=1e-9)
-    assert gradient == pytest.approx(slope, rel=1e-6, abs=1e-8)
-    assert (gradient[dropped] == 0).all()
-    assert (gradient[~dropped][mask[~dropped]] != 0).any(0).all()
-    assert stats["clip_frac"] == pytest.approx(clipped.mean(), rel=1e-6)
-    assert stats["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-6)
-    assert stats["ratio_max"] == pytest.approx(ratios.max(), rel=1e-6)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_off_policy_mask_averages_over_a_rows_own_tokens_and_keeps_one_at_exactly_D(surrogate):
-    # Drifts of exactly 0.5 (on 1.0 and 0.0), and past the last token of anything.
-    old = torch.tensor([[-1.0, -1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=torch.float64)
-    down = torch.tensor([[1.0, 0, 900], [0.5, 900, -900], [0.5, 0.5, 0.5]], dtype=torch.float64)
-    mask = torch.arange(3) < torch.tensor([[2], [1], [3]])
-    for D, stays in (0.5, True), (math.nextafter(0.5, 0), False):
-        A = torch.tensor([-1.0, -1, -1], dtype=torch.float64)
-        settings = (surrogate, None, 4.0)  # cispo needs a cap
-        _, gradient, _ = policy(old - down, old, A, mask, *settings, off_policy_mask=D)
-        assert ((gradient != 0) == (mask.numpy() & stays)).all()
-        _, gradient, _ = policy(old - down, old, -A, mask, *settings, off_policy_mask=D)
-        assert ((gradient != 0) == mask.numpy()).all()  # a good row stays wherever it is
-
-
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
-def test_masked_junk_has_no_effect_on_the_off_policy_mask(surrogate, aggregate, junk):
-    logps, old, _, A, mask, weights = map(torch.tensor, off_policy())
-    mask[5] = False  # an empty completion of a negative advantage
-    settings = (surrogate, None, 0.28, aggregate, MAX_LEN)
-    clean_loss, clean_gradient, clean_stats = policy(
-        logps, old, A, mask, *settings, weights, off_policy_mask=OFF_POLICY_D)
-    loss, gradient, stats = policy(
-        *(x.masked_fill(~mask, junk) for x in (logps, old)), A, mask, *settings,
-        weights.masked_fill(~mask, junk), off_policy_mask=OFF_POLICY_D)
-    assert stats == clean_stats
-    assert loss == pytest.approx(clean_loss, rel=1e-12)
-    assert gradient == pytest.approx(clean_gradient, rel=1e-12)
-    assert (gradient[~mask.numpy()] == 0).all() and (gradient[3] == 0).all()
-
-
-@pytest.mark.parametrize("sizes", [[1] * 6, [2, 4]], ids=str)
-@pytest.mark.parametrize("surrogate, aggregate", SURROGATE_AND_AGGREGATE)
-def test_micro_batches_with_an_off_policy_mask_add_up_to_the_whole(surrogate, aggregate, sizes):
-    logps, old, _, A, mask, _ = map(torch.tensor, off_policy())
-    settings = (surrogate, 0.2, None, aggregate, MAX_LEN)
-    whole_loss, whole_gradient, _ = policy(
-        logps, old, A, mask, *settings, off_policy_mask=OFF_POLICY_D)
-    B, N = len(A), mask.sum().item()
-    normalizer = {"sum": B, "mean": B, "token": N, "constant": B * MAX_LEN}[aggregate]
-    parts = [policy(logps[rows], old[rows], A[rows], mask[rows], *settings, None, normalizer,
-                    off_policy_mask=OFF_POLICY_D) for rows in torch.arange(6).split(sizes)]
-    assert sum(loss for loss, _, _ in parts) == pytest.approx(whole_loss, rel=1e-9)
-    gradient = np.concatenate([gradient for _, gradient, _ in parts])
-    assert gradient == pytest.approx(whole_gradient, rel=1e-9)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_kl_loss_and_gradient_are_those_of_the_definition(estimator, aggregate):
-    logps, old, ref, _, mask, _ = off_policy()
-
-    def value(x):
-        d = ref - x
-        k3 = np.exp(d) - d - 1
-        terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": np.exp(x - old) * k3}[estimator]
-        return (terms * shares(mask, aggregate)).sum()
-
-    loss, gradient = kl(logps, torch.tensor(ref), torch.tensor(mask), estimator, aggregate,
-                        torch.tensor(old), MAX_LEN)
-    assert loss == pytest.approx(value(logps), rel=1e-9)
-    assert gradient == pytest.approx(numeric_gradient(value, logps), rel=1e-6, abs=1e-8)
-
-
-def one_token_kl(d, estimator="k3"):
-    """(value, gradient) for one token whose reference is d above it."""
-    ref, mask = torch.tensor([[d]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    value, gradient = kl(ref * 0, ref, mask, estimator)
-    return value, gradient.item()
-
-
-@pytest.mark.parametrize("d, value, within", [
-    (0.3, 0.0499, 5e-5), (-0.3, 0.0408, 5e-5), (10.0, 22015, 0.5), (0.0, 0.0, 0.0)])
-def test_k3_is_never_negative_and_uneven(d, value, within):
-    assert one_token_kl(d)[0] == pytest.approx(value, abs=within)
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3", "weighted"])
-def test_at_equality_the_kl_and_its_gradient_are_zero(estimator):
-    assert one_token_kl(0.0, estimator) == (0, 0)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("d", [-1000.0, -100.0, 100.0, 1000.0])
-def test_far_from_the_reference_the_kl_and_its_gradient_are_finite(estimator, d):
-    for dtype in torch.float32, torch.float64:
-        ref = torch.tensor([[d]], dtype=dtype)
-        loss, gradient = kl(ref * 0, ref, ref != 0, estimator, old_logps=-ref)
-        assert math.isfinite(loss) and np.isfinite(gradient).all() and loss != 0
-
-
-# TRL 1.16.0's GRPOTrainer on the tensors below: one micro-batch, epsilon 0.2, epsilon_high 0.28
-# (cispo's 1.1 is the cap itself: ours is 0.1), max_completion_length 16.
-TRL_LOGPS = [
-    [-2.56291986, -2.57617998, -2.1252892, -2.21693945, -1.57564485, -1.65399539, -2.15800643],
-    [-3.05760956, -1.83886254, -2.63166738, -1.82500839, -1.84593308, -1.91677237, -1.56280911],
-    [-2.07173681, -2.05580473, -2.30679154, -1.98420358, -2.24633837, -1.87579262, -1.69097161],
-    [-2.20640111, -2.42053246, -3.15802097, -2.05115485, -1.603778, -2.1448338, -1.9737463]]
-TRL_OLD = [
-    [-2.61510825, -2.77980375, -1.84381104, -2.07027841, -1.7775718, -1.39214599, -1.84139919],
-    [-3.00425649, -1.99428499, -2.72367859, -2.29930663, -1.33394003, -1.46403575, -0.93822247],
-    [-1.55972338, -1.34169447, -2.64447212, -2.07930303, -2.5740788, -1.90135086, -1.59268737],
-    [-2.43461323, -2.90025711, -3.15247488, -2.27628279, -1.54815567, -1.95849228, -1.78229177]]
-TRL_REF = [
-    [-2.56424141, -2.78995633, -1.65781403, -2.0591383, -0.79906005, -1.33739614, -2.16610718],
-    [-3.23247743, -2.45297742, -2.7967391, -1.43848705, -1.19601989, -1.53176498, -1.42314184],
-    [-2.44032168, -2.07828259, -2.58740091, -1.56952882, -2.48780632, -2.38729858, -1.64141059],
-    [-1.74048769, -2.05118299, -2.60310292, -1.50113964, -1.33992553, -1.954211, -2.38026929]]
-TRL_WEIGHTS = [
-    [0.39853424, 0.99868065, 1.76585078, 0.94719976, 1.07779217, 0.96373111, 1.25238132],
-    [1.68583941, 1.99724615, 1.68505585, 1.99941349, 0.97767836, 0.15167849, 0.57592279],
-    [1.73090518, 1.04351747, 0.55295366, 0.28368825, 0.11414795, 0.20599179, 0.84716326],
-    [1.59840596, 1.59064102, 0.08556812, 1.67378199, 0.26749057, 0.83858973, 0.64452738]]
-TRL_A, TRL_LENGTHS = [1.3, -0.7, 0.0, -0.9], [7, 5, 1, 6]
-# Per case: (surrogate, clip, aggregate, old = logps?, weights?, KL term times 0.1), the loss,
-# the gradient of the first three rows.
-TRL_CASES = {
-    "grpo": (
-        ("token", (0.2, 0.28), "mean", False, False, None), 0.147895098, [
-            [-0.0489159, -0.0569139, -0.0350381, -0.0400951, -0.0568174, -0.0357327, -0.0338286],
-            [0.0331816, 0.0408853, 0.0383732, 0.056241, 0, 0, 0],
-            [0] * 7]),
-    "grpo, KL": (
-        ("token", (0.2, 0.28), "mean", False, False, "k3"), 0.156906173, [
-            [-0.0489112, -0.0562265, -0.0371665, -0.0407056, -0.0610103, -0.0370629, -0.0337998],
-            [0.0339837, 0.0431797, 0.039134, 0.0538818, -0.0045769, 0, 0],
-            [0.0077072, 0, 0, 0, 0, 0, 0]]),
-    "sequence level": (
-        ("gspo", (0.2, 0.28), "mean", False, False, None), 0.132303804, [
-            [-0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273],
-            [0.036112, 0.036112, 0.036112, 0.036112, 0.036112, 0, 0],
-            [0] * 7]),
-    "dr_grpo": (
-        ("token", (0.2, 0.28), "constant", False, False, None), 0.0239592437, [
-            [-0.0214007, -0.0248998, -0.0153292, -0.0175416, -0.0248576, -0.015633, -0.0148],
-            [0.0103692, 0.0127767, 0.0119916, 0.0175753, 0, 0, 0],
-            [0] * 7]),
-    "dapo": (
-        ("token", (0.2, 0.28), "token", False, False, None), 0.0807048231, [
-            [-0.0720867, -0.0838731, -0.0516351, -0.0590875, -0.0837308, -0.0526587, -0.0498527],
-            [0.034928, 0.0430372, 0.0403928, 0.0592011, 0, 0, 0],
-            [0] * 7]),
-    "cispo": (
-        ("cispo", (None, 0.1), "token", False, False, None), -0.122602299, [
-            [-0.0720867, -0.0752632, -0.0516351, -0.0590875, -0.0752632, -0.0526587, -0.0498527],
-            [0.034928, 0.0405263, 0.0403928, 0.0405263, 0.0220795, 0, 0],
-            [0] * 7]),
-    "grpo, on-policy": (
-        ("token", (0.2, 0.28), "mean", True, False, None), 0.0749999881, [
-            [-0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286],
-            [0.035, 0.035, 0.035, 0.035, 0.035, 0, 0],
-            [0] * 7]),
-    "grpo, bias-corrected KL": (
-        ("token", (0.2, 0.28), "mean", False, False, "weighted"), 0.156833112, [
-            [-0.048911, -0.0559779, -0.0362981, -0.0405818, -0.0602115, -0.0366029, -0.0338076],
-            [0.0340105, 0.0444722, 0.0392781, 0.0531355, -0.0019475, 0, 0],
-            [0.0055222, 0, 0, 0, 0, 0, 0]]),
-    "grpo, importance weights": (
-        ("token", (0.2, 0.28), "mean", False, True, None), 0.316929042, [
-            [-0.0194947, -0.0568388, -0.0618721, -0.0379781, -0.0612373, -0.0344367, -0.0423664],
-            [0.0559388, 0.081658, 0.064661, 0.112449, 0, 0, 0],
-            [0] * 7]),
-}
-
-
-@pytest.mark.parametrize("case", TRL_CASES)
-def test_loss_and_gradient_agree_with_trl(case):
-    surrogate, clip, aggregate, on_policy, weighted, estimator = TRL_CASES[case][0]
-    logps, old, ref, weights = map(torch.tensor, (TRL_LOGPS, TRL_OLD, TRL_REF, TRL_WEIGHTS))
-    old = logps if on_policy else old
-    A, mask = torch.tensor(TRL_A), torch.arange(7) < torch.tensor(TRL_LENGTHS)[:, None]
-
-    loss, gradient, _ = policy(logps, old, A, mask, surrogate, *clip, aggregate, 16,
-                               weights if weighted else None)
-    if estimator:
-        kl_value, kl_gradient = kl(logps, ref, mask, estimator, aggregate, old, 16)
-        loss, gradient = loss + 0.1 * kl_value, gradient + 0.1 * kl_gradient
-    _, trl_loss, trl_gradient = TRL_CASES[case]
-    assert loss == pytest.approx(trl_loss, rel=1e-5)
-    assert gradient[:3] == pytest.approx(np.array(trl_gradient), abs=1e-7)
-
-
-# ---- Clipping, aggregation, arguments -----------------------------------------------------------
-
-
-def token_terms(ratios, A, *clip):
-    """(loss, gradient by log-ratio, stats) of one-token completions, surrogate "token"."""
-    log_ratio = torch.tensor(ratios, dtype=torch.float64).log()[:, None]
-    A, mask = torch.tensor(A, dtype=torch.float64), torch.ones(len(ratios), 1, dtype=torch.bool)
-    loss, gradient, stats = policy(log_ratio, log_ratio * 0, A, mask, "token", *clip)
-    return loss, gradient[:, 0].tolist(), stats
-
-
-PPO_TABLE = [(1.5, 1, -1.2, 0), (0.5, 1, -0.5, -0.5), (1.5, -1, 1.5, 1.5), (0.5, -1, 0.8, 0),
-             (1.1, 1, -1.1, -1.1)]  # eps 0.2: ratio, A, loss, gradient by log-ratio
-
-
-@pytest.mark.parametrize("ratio, A, loss, gradient", PPO_TABLE)
-def test_ppos_table_of_losses_and_gradients(ratio, A, loss, gradient):
-    assert token_terms([ratio], [A], 0.2)[:2] == (pytest.approx(loss), [pytest.approx(gradient)])
-
-
-def test_clip_frac_counts_only_terms_that_lost_their_gradient():
-    ratios, A, _, gradients = zip(*PPO_TABLE)
-    stats = token_terms(ratios, A, 0.2)[2]
-    assert stats["clip_frac"] == pytest.approx(gradients.count(0) / 5) == 0.4
-
-
-def test_only_an_upper_bound_leaves_no_lower_one():
-    loss, gradient, stats = token_terms([1e-3, 1.5], [-1, 1], None, 0.2)
-    assert loss == pytest.approx((1e-3 - 1.2) / 2)
-    assert gradient == pytest.approx([1e-3 / 2, 0])
-    assert stats["clip_frac"] == 0.5
-
-
-def test_without_bounds_nothing_is_clipped():
-    loss, gradient, stats = token_terms([1e-3, 100], [-1, 1])
-    assert loss == pytest.approx((1e-3 - 100) / 2)
-    assert gradient == pytest.approx([1e-3 / 2, -50])
-    assert stats["clip_frac"] == 0
-
-
-@pytest.mark.parametrize("clip, loss, clip_frac", [((0.0,), -1, 1), ((0.2, 0.0), -1, 1),
-                                                   ((0.0, 0.2), -1.1, 0)])
-def test_a_bound_of_zero_is_a_bound(clip, loss, clip_frac):
-    ours, _, stats = token_terms([1.1], [1], *clip)
-    assert ours == pytest.approx(loss)
-    assert stats["clip_frac"] == clip_frac
-
-
-@pytest.mark.parametrize("aggregate, value", [
-    ("token", -0.5), ("mean", 0), ("constant", -1 / 3), ("sum", -2)])
-def test_aggregations_of_a_group_whose_good_completions_are_long(aggregate, value):
-    A, mask = torch.tensor([1.0, -1, 1, -1]), torch.arange(6) < torch.tensor([[6], [2], [6], [2]])
-    logps = torch.full((4, 6), -1.5)
-    loss, _, _ = policy(logps, logps, A, mask, "token", 0.2, None, aggregate, 6)
-    assert loss == pytest.approx(value, abs=1e-6)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_as_many_tokens_as_rows_do_not_turn_advantages_along_time(surrogate):
-    A, mask = torch.tensor([1.0, -3.0]), torch.ones(2, 2, dtype=torch.bool)
-    logps = torch.tensor([[-1.0, -2], [-3, -4]])
-    _, gradient, _ = policy(logps, logps, A, mask, surrogate, 0.2)
-    per_token = 2 if surrogate == "gspo" else 1  # its log-ratio is the mean over the tokens
-    assert gradient * per_token == pytest.approx(np.array([[-0.5, -0.5], [1.5, 1.5]]))
-
-
-ARGS = (torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3, dtype=torch.bool))
-
-
-def test_cispo_without_a_cap_is_refused():
-    with pytest.raises(ValueError):
-        grpo.policy_loss(*ARGS, "cispo")
-
-
-def test_an_unknown_surrogate_is_refused():
-    with pytest.raises(ValueError):
-        grpo.policy_loss(*ARGS, "ppo", 0.2)
-
-
-def test_an_unknown_aggregation_estimator_or_scale_is_refused():
-    logps, _, _, mask = ARGS
-    for wrong in (lambda: grpo.policy_loss(*ARGS, "token", aggregate="average"),
-                  lambda: grpo.kl_loss(logps, logps, mask, "k3", "average"),
-                  lambda: grpo.kl_loss(logps, logps, mask, "k4"),
-                  lambda: grpo.group_advantages(torch.tensor([[0.0, 1.0]]), "population")):
-        with pytest.raises((KeyError, ValueError)):
-            wrong()
-
-
-def test_the_defaults_are_the_first_books_loss_and_k3():
-    logps, old, ref, A, mask, _ = map(torch.tensor, off_policy())
-    expected = -(A[:, None] * logps * mask).sum() / len(A)
-    assert policy(logps, old, A, mask)[0] == pytest.approx(expected.item())
-    d = (ref - logps)[mask]
-    expected = (d.exp() - d - 1).sum() / len(A)
-    assert kl(logps, ref, mask)[0] == pytest.approx(expected.item())
-    assert group([0, 1]).tolist() == group([0, 1], scale="std", eps=1e-4).tolist()
-
-
-# ---- The completion mask and the advantages -----------------------------------------------------
-
-
-@pytest.mark.parametrize("eos_ids", [[256, 257], {256, 257}, (257, 256, 9)])
-def test_mask_ends_with_the_first_of_several_eos(eos_ids):
-    ids = torch.tensor([[1, 2, 257, 256, 256], [1, 256, 256, 256, 256], [1, 2, 3, 4, 5]])
-    mask = grpo.completion_mask(ids, eos_ids)
-    assert mask.dtype == torch.bool
-    assert mask.long().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
-
-
-def test_mask_takes_a_single_eos_id_and_none():
-    ids = torch.tensor([[7, 0, 7, 0], [0, 0, 0, 0], [5, 6, 7, 8]])
-    assert grpo.completion_mask(ids, 0).long().tolist() == [
-        [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
-    assert grpo.completion_mask(ids, []).all()
-
-
-def test_mask_trains_the_real_eos_where_padding_is_the_eos():
-    ids = torch.tensor([[5, 6, 2, 2, 2]])  # EOS 2, padded with 2
-    assert grpo.completion_mask(ids, 2).long().tolist() == [[1, 1, 1, 0, 0]]
-
-
-@pytest.mark.parametrize("scale", ["std", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_advantages_of_exactly_zero(dtype, scale):
-    for G in range(2, 17):
-        table = torch.tensor([0.1, 0.2, 0.3, 0.7, 0.9, 1 / 3, 0.0, -1e4], dtype=dtype)
-        for eps in 1e-4, 0.0:  # a float32 std of eight times 0.1 is not 0 but 8e-9
-            ours = grpo.group_advantages(table[:, None].repeat(1, G), scale, eps)
-            assert (ours == 0).all() and ours.shape == (8, G)
-
-
-def test_statistics_are_the_groups_not_the_batchs():
-    table = torch.tensor([[1.0, 1, 1], [0, 0, 0], [0, 3, 6]])
-    ours = grpo.group_advantages(table)
-    assert ours[:2].tolist() == [[0] * 3] * 2
-    assert ours[2].tolist() == pytest.approx([-3 / 3.0001, 0, 3 / 3.0001], abs=1e-6)
-
-
-def test_std_takes_the_unit_of_the_reward_away_and_none_keeps_it():
-    table = torch.tensor([[0.0, 4], [0, 1]])
-    ours = grpo.group_advantages(table)
-    half = 1 / math.sqrt(2)  # unbiased std of two values: their distance / sqrt(2)
-    assert ours.flatten().tolist() == pytest.approx([-half, half] * 2, abs=2e-4)  # eps
-    assert grpo.group_advantages(table, "none").tolist() == [[-2, 2], [-0.5, 0.5]]
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])
-def test_integer_and_bool_rewards_are_accepted(dtype):
-    ours = grpo.group_advantages(torch.tensor([[1, 1, 0, 0]], dtype=dtype))
-    a = 0.8658754298
-    assert ours.tolist()[0] == pytest.approx([a, a, -a, -a], abs=1e-6)
-    assert ours.dtype.is_floating_point
-
-
-@pytest.mark.parametrize("shape", [(3, 1), (3, 0), (4,)])
-def test_a_group_of_one_and_a_flat_vector_are_refused(shape):
-    with pytest.raises(ValueError):
-        grpo.group_advantages(torch.zeros(shape))
-
-
-# GDPO: each reward normalised in its group, the weighted sum normalised over all completions.
-
-
-def by_gdpo(rewards, weights, eps=1e-4):
-    """Advantages (P, G) of rewards (P, G, K) by that definition, in float64."""
-    r = np.asarray(rewards, dtype=np.float64)
-    A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + eps)
-    total = A @ np.asarray(weights, dtype=np.float64)
-    return (total - total.mean()) / (total.std(ddof=1) + eps)
-
-
-@pytest.mark.parametrize("eps", [1e-4, 0.3])
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 8, 2), (2, 2, 4), (5, 4, 3), (3, 16, 2)], ids=str)
-def test_gdpo_normalises_each_reward_in_its_group_and_then_their_sum_over_all(shape, eps):
-    rng = np.random.default_rng(sum(shape))
-    r = rng.normal(3, 1, shape) * 10.0 ** np.arange(shape[2])
-    weights = rng.uniform(0.2, 2, shape[2]) * (-1) ** np.arange(shape[2])
-    for given in (weights.tolist(), torch.tensor(weights)):
-        ours = grpo.gdpo_advantages(torch.tensor(r), given, eps)
-        assert ours.shape == shape[:2]
-        assert ours.numpy() == pytest.approx(by_gdpo(r, weights, eps), rel=1e-9, abs=1e-12)
-
-
-def test_gdpo_agrees_with_trl():
-    # TRL 1.16.0's lines for multi_objective_aggregation="normalize_then_sum", weights 1 and 0.5.
-    r = torch.tensor([[[1, 10], [0, 40], [0, 0], [1, 5]], [[3, 0], [0, 0], [1, 0], [0, 2.0]]])
-    printed = [0.9119815, -0.1622579, -1.4950999, 0.7453763,
-               1.3941226, -1.1461003, -0.2993594, 0.0513372]
-    assert grpo.gdpo_advantages(r, [1, 0.5]).flatten().tolist() == pytest.approx(printed, abs=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gdpo_gives_flat_groups_exactly_zero_beside_others_and_alone(dtype):
-    r = torch.rand(9, 8, 2, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    r[1], r[4] = 0.1, torch.tensor([0.7, -1e4])  # a float32 std of eight times 0.1 is not 0
-    ours = grpo.gdpo_advantages(r, [1.0, 0.3])
-    assert (ours == 0).all(1).tolist() == [group in (1, 4) for group in range(9)]
-    for flat in r[1:2], r[4:5], r[[1, 4]]:
-        assert (grpo.gdpo_advantages(flat, [1.0, 0.3]) == 0).all()
-
-
-def test_what_rounding_leaves_of_equal_rewards_is_no_advantage():
-    """0.1 + 0.2 is not 0.3 + 0.0 in float64, and rewards that cancel leave some 1e-12 (by hand)."""
-    sums = torch.tensor([[0.1 + 0.2, 0.3 + 0.0, 0.3, 0.2 + 0.1]], dtype=torch.float64)
-    assert len(set(sums[0].tolist())) > 1
-    for scale in ("std", "none"):
-        assert grpo.group_advantages(sums, scale).tolist() == [[0.0] * 4]
-    r = torch.tensor([[0.3, 0.1, 0.7, 0.2], [1.0, 0.0, 0.0, 0.5]], dtype=torch.float64)
-    cancelling = torch.stack([r, 0.7 - r], 2)  # (2, 4, 2)
-    assert grpo.gdpo_advantages(cancelling, [1.0, 1.0]).tolist() == [[0.0] * 4] * 2
-    assert grpo.gdpo_advantages(cancelling, [1.0, 0.9]).ne(0).all()  # these do not cancel
-    tiny = torch.tensor([[1.0, 1.0 + 1e-9]], dtype=torch.float64)
-    assert grpo.group_advantages(tiny).ne(0).all()  # small, but no rounding
-
-
-def test_gdpo_with_one_reward_rescales_the_groups_advantages_uniformly():
-    r = torch.tensor(np.random.default_rng(0).exponential(size=(5, 4)))
-    r[2] = 0.1
-    ours, plain = grpo.gdpo_advantages(r[..., None], [0.5]), grpo.group_advantages(r)
-    live = [0, 1, 3, 4]
-    assert (ours[2] == 0).all() and (ours[live] != 0).all()
-    # 16 of 20 advantages have, group by group, 3 squares' sum: the std over all of 0.5 A.
-    scale = 0.5 / (0.5 * math.sqrt(4 * 3 / 19) + 1e-4)
-    assert (ours / plain)[live].flatten().tolist() == pytest.approx([scale] * 16, rel=1e-3)
-    assert (ours / plain)[live].std() < 1e-12
-
-
-def test_under_gdpo_a_reward_of_huge_scale_does_not_drown_a_small_one():
-    large, small = f64([1e6, 1e6, 0, 0]), f64([1, 0, 1, 0])
-    ours = grpo.gdpo_advantages(torch.stack([large, small], 2), [1, 1])[0]
-    # +-a +-a, a their common advantage: 2a, 0, 0, -2a, over their std, sqrt(8/3) a
-    assert ours.tolist() == pytest.approx([math.sqrt(1.5), 0, 0, -math.sqrt(1.5)], abs=3e-4)
-    summed = grpo.group_advantages(large + small)[0]
-    assert abs(summed[0] - summed[1]) < 1e-5 and summed[0] - summed[2] > 1.7
-
-
-def test_gdpos_weights_decide_between_rewards():
-    r = torch.tensor(np.random.default_rng(0).normal(size=(3, 4, 2)))
-    first, second = (grpo.gdpo_advantages(r[..., k:k + 1], [1]) for k in (0, 1))
-    assert not torch.allclose(first, second, atol=0.1)
-    for weights, expected in ([1, 0], first), ([0, 1], second), ([0, -1], -second):
-        assert torch.allclose(grpo.gdpo_advantages(r, weights), expected, rtol=1e-12)
-    good, format_only = grpo.gdpo_advantages(f64([[1, 0], [0, 1], [0, 0]]), [2, 1])[0, :2]
-    assert good > format_only + 0.5
-
-
-def test_gdpo_refuses_groups_of_one():
-    with pytest.raises(ValueError):
-        grpo.gdpo_advantages(torch.zeros(3, 1, 2), [1, 1])
-
-
-def test_gdpo_takes_a_weight_for_each_reward():
-    with pytest.raises(ValueError):
-        grpo.gdpo_advantages(torch.randn(3, 4, 2), [1.0])
-
-
-# ---- Micro-batches, padding, non-finite values --------------------------------------------------
-
-
-def wider(table, columns, fill):
-    """Extra columns on the right."""
-    return torch.nn.functional.pad(table, (0, columns), value=fill)
-
-
-@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [3, 1], [4]])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_micro_batches_and_pad_columns_give_the_policy_gradient_of_the_whole(
-        surrogate, aggregate, weighted, sizes):
-    logps, old, _, A, mask, weights = map(torch.tensor, off_policy(B=4))
-    settings = (surrogate, 0.2, None, aggregate, MAX_LEN)
-    whole_loss, whole_gradient, _ = policy(
-        logps, old, A, mask, *settings, weights if weighted else None)
-    normalizer = len(mask) if surrogate in PER_COMPLETION else grpo.denominator(
-        mask, aggregate, MAX_LEN)
-    parts = [policy(wider(logps[rows], n, 0.0), wider(old[rows], n, -9.0), A[rows],
-                    wider(mask[rows], n, False), *settings,
-                    wider(weights[rows], n, 3.0) if weighted else None, normalizer)
-             for n, rows in enumerate(torch.arange(4).split(sizes), 1)]  # n extra columns
-    assert sum(loss for loss, _, _ in parts) == pytest.approx(whole_loss, rel=1e-5)
-    gradient = np.concatenate([gradient[:, :6] for _, gradient, _ in parts])
-    assert gradient == pytest.approx(whole_gradient, rel=1e-5)
-
-
-@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [3, 1], [4]])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_micro_batches_and_pad_columns_give_the_kl_gradient_of_the_whole(
-        estimator, aggregate, sizes):
-    logps, old, ref, _, mask, _ = map(torch.tensor, off_policy(B=4))
-    whole_loss, whole_gradient = kl(logps, ref, mask, estimator, aggregate, old, MAX_LEN)
-    normalizer = grpo.denominator(mask, aggregate, MAX_LEN)
-    parts = [kl(wider(logps[rows], n, 0.0), wider(ref[rows], n, -9.0),
-                wider(mask[rows], n, False), estimator, aggregate, wider(old[rows], n, -9.0),
-                MAX_LEN, normalizer) for n, rows in enumerate(torch.arange(4).split(sizes), 1)]
-    assert sum(loss for loss, _ in parts) == pytest.approx(whole_loss, rel=1e-5)
-    gradient = np.concatenate([gradient[:, :6] for _, gradient in parts])
-    assert gradient == pytest.approx(whole_gradient, rel=1e-5)
-
-
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_masked_junk_has_no_effect_on_the_policy_loss(surrogate, aggregate, junk):
-    logps, old, _, A, mask, weights = map(torch.tensor, off_policy())
-    settings = (surrogate, 0.2, None, aggregate, MAX_LEN)
-    clean_loss, clean_gradient, clean_stats = policy(logps, old, A, mask, *settings, weights)
-    bad_logps, bad_old, bad_weights = (x.masked_fill(~mask, junk) for x in (logps, old, weights))
-    loss, gradient, stats = policy(bad_logps, bad_old, A, mask, *settings, bad_weights)
-    assert stats == clean_stats
-    assert loss == pytest.approx(clean_loss, rel=1e-12)
-    assert gradient == pytest.approx(clean_gradient, rel=1e-12)
-    assert (gradient[~mask.numpy()] == 0).all()
-
-
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_masked_junk_has_no_effect_on_the_kl_loss(estimator, aggregate, junk):
-    logps, old, ref, _, mask, _ = map(torch.tensor, off_policy())
-    clean_loss, clean_gradient = kl(logps, ref, mask, estimator, aggregate, old, MAX_LEN)
-    bad_logps, bad_ref, bad_old = (x.masked_fill(~mask, junk) for x in (logps, ref, old))
-    loss, gradient = kl(bad_logps, bad_ref, mask, estimator, aggregate, bad_old, MAX_LEN)
-    assert loss == pytest.approx(clean_loss, rel=1e-12)
-    assert gradient == pytest.approx(clean_gradient, rel=1e-12)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_all_masked_gives_a_loss_and_gradient_of_zero(aggregate):
-    logps, old, ref, A, mask, _ = map(torch.tensor, off_policy())
-    nothing = torch.zeros_like(mask)
-    for surrogate in SURROGATES:
-        loss, gradient, _ = policy(logps, old, A, nothing, surrogate, 0.2, None, aggregate, MAX_LEN)
-        assert loss == 0 and (gradient == 0).all()
-    for estimator in ESTIMATORS:
-        loss, gradient = kl(logps, ref, nothing, estimator, aggregate, old, MAX_LEN)
-        assert loss == 0 and (gradient == 0).all()
-
-
-@pytest.mark.parametrize("surrogate", PER_COMPLETION)
-def test_an_empty_completion_adds_nothing_but_counts_as_a_row(surrogate):
-    logps, old, _, A, mask, weights = map(torch.tensor, off_policy(B=5))
-    mask[0] = False
-    full, _, stats = policy(logps, old, A, mask, surrogate, 0.2, weights=weights)
-    rest, _, rest_stats = policy(
-        logps[1:], old[1:], A[1:], mask[1:], surrogate, 0.2, weights=weights[1:])
-    assert full == pytest.approx(rest * 4 / 5)
-    assert stats == pytest.approx(rest_stats)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("surrogate, clip", SURROGATE_AND_CLIP)
-def test_log_ratios_of_a_thousand_stay_finite(surrogate, clip, dtype):
-    old = torch.tensor([[-1000.0, -1000], [0, 0], [-1000, -1000], [0, 0]], dtype=dtype)
-    logps = -1000 - old  # log-ratios +1000, -1000, +1000, -1000
-    A, mask = torch.tensor([1.0, 1, -1, -1], dtype=dtype), torch.ones(4, 2, dtype=torch.bool)
-    loss, gradient, _ = policy(logps, old, A, mask, surrogate, *clip)
-    assert math.isfinite(loss) and np.isfinite(gradient).all()
-
-
-# ---- What follows from the equations ------------------------------------------------------------
-
-
-def test_k1s_gradient_does_not_contain_the_reference_and_the_others_do():
-    logps, old, ref, _, mask, _ = map(torch.tensor, off_policy())
-    for estimator in ESTIMATORS:
-        (_, one), (_, other) = (
-            kl(logps, r, mask, estimator, old_logps=old) for r in (ref, ref - 1))
-        assert np.array_equal(one, other) == (estimator == "k1")
-
-
-def test_k1_pushes_every_sampled_token_down_and_k3_only_those_above_the_reference():
-    logps, _, ref, _, mask, _ = map(torch.tensor, off_policy())
-    (_, k1), (_, k3) = kl(logps, ref, mask, "k1"), kl(logps, ref, mask, "k3")
-    on = mask.numpy()
-    assert (k1[on] > 0).all()
-    assert ((k3 > 0) == (logps > ref).numpy())[on].all() and 0 < (k3[on] > 0).mean() < 1
-
-
-def test_old_logps_carry_no_gradient_though_they_are_the_logps_themselves():
-    logps, _, _, A, mask, _ = map(torch.tensor, off_policy())
-    for surrogate in SURROGATES:
-        expected = policy(logps, logps, A, mask, surrogate, 0.2)[1]
-        x = logps.clone().requires_grad_()
-        grpo.policy_loss(x, x, A, mask, surrogate, 0.2)[0].backward()
-        assert np.array_equal(x.grad.numpy(), expected)
-    for estimator in ESTIMATORS:  # nor do the reference's
-        expected = kl(logps, logps * 1.1, mask, estimator, old_logps=logps)[1]
-        x = logps.clone().requires_grad_()
-        grpo.kl_loss(x, x * 1.1, mask, estimator, old_logps=x).backward()
-        assert np.array_equal(x.grad.numpy(), expected)
-
-
-def test_the_weighted_kl_without_old_logps_is_on_policy():
-    logps, _, ref, _, mask, _ = map(torch.tensor, off_policy())
-    loss, gradient = kl(logps, ref, mask, "weighted")
-    expected, expected_gradient = kl(logps, ref, mask, "weighted", old_logps=logps)
-    assert loss == expected and np.array_equal(gradient, expected_gradient)
-    assert not np.allclose(gradient, kl(logps, ref, mask, "k3")[1])  # the ratio has a gradient
-
-
-@pytest.mark.parametrize("surrogate, aggregate, same_as", [
-    ("sequence", "sum", "sum"), ("gspo", "sum", "mean"),
-    *(("token", aggregate, aggregate) for aggregate in AGGREGATES)])
-@pytest.mark.parametrize("clip", [(None, None), (10, None), (0.2, 0.28)])
-def test_on_the_first_pass_the_ratio_is_1_and_the_gradient_reinforces(
-        surrogate, aggregate, same_as, clip):
-    logps, _, _, _, mask, _ = map(torch.tensor, off_policy(B=4))
-    A = group([1, 1, 0, 0])
-    loss, gradient, stats = policy(logps, logps, A, mask, surrogate, *clip, aggregate, MAX_LEN)
-    _, reinforce, _ = policy(
-        logps, logps, A, mask, "reinforce", aggregate=same_as, max_len=MAX_LEN)
-    assert stats == {"ratio_mean": 1, "ratio_max": 1, "clip_frac": 0}
-    assert gradient == pytest.approx(reinforce, rel=1e-12)
-    if surrogate in PER_COMPLETION:
-        assert loss == pytest.approx(0, abs=1e-15)  # and yet the gradient is not
-    assert np.abs(gradient).max() > 0.01
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_on_the_first_pass_cispo_is_reinforce_in_value_and_gradient(aggregate):
-    logps, _, _, A, mask, _ = map(torch.tensor, off_policy())
-    loss, gradient, stats = policy(logps, logps, A, mask, "cispo", 4, None, aggregate, MAX_LEN)
-    expected, reinforce, _ = policy(
-        logps, logps, A, mask, "reinforce", aggregate=aggregate, max_len=MAX_LEN)
-    assert loss == pytest.approx(expected, rel=1e-12) and abs(loss) > 0.01
-    assert gradient == pytest.approx(reinforce, rel=1e-12)
-    assert stats == {"ratio_mean": 1, "ratio_max": 1, "clip_frac": 0}
-
-
-# ---- Log-probabilities under a model ------------------------------------------------------------
-
-
-def enlarged(model):
-    """Weights of the usual size hide faults of mask and position within the tolerance."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(8)
-    return model.eval()
-
-
-def qwen(**config):
-    """Rotary positions."""
-    torch.manual_seed(0)
-    config = dict(vocab_size=60, eos_token_id=None, bos_token_id=None, pad_token_id=None) | config
-    return enlarged(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=128, **config)))
-
-
-def gpt2(dropout=0.0, **config):
-    """Learned positions."""
-    torch.manual_seed(0)
-    config = dict(vocab_size=60, eos_token_id=None, bos_token_id=None, pad_token_id=None) | config
-    return enlarged(transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout, **config)))
-
-
-def log_softmax(logits):
-    logits = np.asarray(logits, dtype=np.float64)
-    logits = logits - logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-@torch.no_grad()
-def alone(model, prompt, completion, temperature=1.0):
-    """(logps, entropies) of one completion, without padding, mask or position ids."""
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].float().numpy()
-    table = log_softmax(logits / temperature)[len(prompt) - 1:-1]
-    return table[np.arange(len(completion)), completion], -(np.exp(table) * table).sum(1)
-
-
-PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18], [30]]
-COMPLETIONS = [[20, 21, 22, 23, 24], [40, 41], [50, 51, 52, 53]]
-
-
-def batch(left=0, right=0, pad_id=0):
-    """PROMPTS padded on the left, COMPLETIONS on the right, by that many columns more."""
-    L, T = 8 + left, 5 + right
-    ids, mask = torch.full((3, L + T), pad_id), torch.zeros(3, L + T, dtype=torch.long)
-    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
-        span = slice(L - len(prompt), L + len(completion))
-        ids[i, span], mask[i, span] = torch.tensor(prompt + completion), 1
-    return ids, mask, T
-
-
-@pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (0, 4), (5, 2)])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("build", [qwen, gpt2])
-def test_a_padded_batch_scores_each_row_as_if_alone(build, temperature, left, right):
-    model = build()
-    ids, mask, T = batch(left, right)
-    logps, entropy = grpo.token_logps(model, ids, mask, T, temperature)
-    assert logps.shape == entropy.shape == (3, T)
-    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
-        expected, expected_entropy = alone(model, prompt, completion, temperature)
-        n = len(completion)
-        assert logps[i, :n].detach().numpy() == pytest.approx(expected, abs=1e-4)
-        assert entropy[i, :n].numpy() == pytest.approx(expected_entropy, abs=1e-4)
-
-
-@pytest.mark.parametrize("build", [qwen, gpt2])
-def test_the_models_that_test_it_notice_context_and_temperature(build):
-    model = build()
-    (base, _), (cooler, _) = (alone(model, [5, 6, 7], [20, 21, 22], t) for t in (1.0, 0.6))
-    other, _ = alone(model, [0, 5, 6, 7], [20, 21, 22])  # as if a pad token were read
-    assert np.abs(base - cooler).max() > 0.3 and np.abs(base - other).max() > 0.3
-
-
-def test_the_first_completion_token_is_scored_at_the_last_prompt_position():
-    model, ids = gpt2(), torch.tensor([[10, 11, 12, 13]])
-    with torch.no_grad():
-        table = log_softmax(model(input_ids=ids).logits[0].numpy())
-    logps, _ = grpo.token_logps(model, ids, torch.ones_like(ids), 2)
-    assert logps[0].tolist() == pytest.approx([table[1, 12], table[2, 13]], abs=1e-5)
-    # The mask [0, 0, 1, 0] over the four tokens: the loss holds the 12 and nothing else.
-    loss, _, _ = policy(logps.detach(), logps, torch.ones(1), torch.tensor([[True, False]]))
-    assert loss == pytest.approx(-table[1, 12], abs=1e-5)
-
-
-def test_gradients_flow_through_logps_and_not_through_entropy():
-    model = qwen()
-    ids, mask, T = batch()
-    logps, entropy = grpo.token_logps(model, ids, mask, T)
-    assert not entropy.requires_grad
-    logps.sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_are_taken_in_float32_whatever_the_models_type(dtype):
-    model, ids = qwen().to(dtype), torch.tensor([[5, 6, 7, 20, 21, 22, 23]])
-    logps, entropy = grpo.token_logps(model, ids, torch.ones_like(ids), 4)
-    assert logps.dtype == entropy.dtype == torch.float32
-    expected, expected_entropy = alone(model, [5, 6, 7], [20, 21, 22, 23])
-    assert logps[0].tolist() == pytest.approx(expected, abs=1e-3)  # bf16 log-softmax: 1e-2 off
-    assert entropy[0].tolist() == pytest.approx(expected_entropy, abs=1e-3)
-
-
-def test_entropy_is_finite_where_probabilities_are_exactly_zero():
-    model = Fixed([0.0, -1e4, 0.0, -math.inf])
-    ids = torch.tensor([[0, 2, 0]])
-    logps, entropy = grpo.token_logps(model, ids, torch.ones_like(ids), 2)
-    assert logps[0].tolist() == pytest.approx([-math.log(2)] * 2)
-    assert entropy[0].tolist() == pytest.approx([math.log(2)] * 2)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_scoring_sees_no_dropout_and_restores_the_training_flag(training):
-    model = gpt2(dropout=0.5).train(training)
-    ids, mask, T = batch()
-    one, two = (grpo.token_logps(model, ids, mask, T)[0] for _ in range(2))
-    assert torch.equal(one, two)
-    assert model.training == training and model.transformer.drop.training == training
-    expected, _ = alone(model.eval(), PROMPTS[0], COMPLETIONS[0])
-    assert one[0].tolist() == pytest.approx(expected, abs=1e-4)
-
-
-def parameter_gradients(model, loss):
-    """All of them in one vector."""
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("build", [qwen, gpt2])
-def test_with_advantages_of_1_grpo_is_sft(build):
-    model = build()
-    ids, mask, T = batch()
-    logps, _ = grpo.token_logps(model, ids, mask, T)
-    loss, _ = grpo.policy_loss(
-        logps, logps, torch.ones(3), mask[:, -T:].bool(), "reinforce", aggregate="token")
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :-T] = -100  # the prompt
-    sft = model(input_ids=ids, attention_mask=mask, labels=labels,
-                position_ids=(mask.cumsum(1) - 1).clamp(min=0)).loss
-    assert loss.item() == pytest.approx(sft.item(), rel=1e-5)
-    ours, theirs = parameter_gradients(model, loss), parameter_gradients(model, sft)
-    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
-
-
-@pytest.mark.parametrize("surrogate, aggregate", [
-    ("reinforce", "token"), ("token", "mean"), ("sequence", "sum")])
-def test_micro_batches_give_the_models_gradient_of_the_whole(surrogate, aggregate):
-    model, A = gpt2(), torch.tensor([1.0, -0.4, 0.7])
-    ids, attention_mask, T = batch()
-    mask = attention_mask[:, -T:].bool()
-    with torch.no_grad():
-        old = grpo.token_logps(model, ids, attention_mask, T)[0] - 0.1
-    normalizer = 3 if surrogate in PER_COMPLETION else grpo.denominator(mask, aggregate)
-
-    def loss(rows, normalizer=None):
-        logps, _ = grpo.token_logps(model, ids[rows], attention_mask[rows], T)
-        return grpo.policy_loss(logps, old[rows], A[rows], mask[rows], surrogate,
-                                aggregate=aggregate, normalizer=normalizer)[0]
-
-    whole = parameter_gradients(model, loss([0, 1, 2]))
-    for parts in ([0], [1], [2]), ([0, 2], [1]):
-        ours = parameter_gradients(model, sum(loss(rows, normalizer) for rows in parts))
-        assert (ours - whole).norm() < 1e-5 * whole.norm()
-
-
-# ---- Sampling -----------------------------------------------------------------------------------
-
-EOS, PAD = 256, 257  # of the byte tokenizer
-
-
-def byte_tokenizer():
-    return grpo.tiny_policy()[1]
-
-
-def script(monkeypatch, model, completions):
-    """Let model.generate write these completions; returns what it was called with."""
-    seen = []
-
-    def generate(*args, **settings):
-        prompts = args[0] if args else settings.get("inputs", settings.get("input_ids"))
-        seen.append(SimpleNamespace(prompts=prompts, config=model.generation_config, **settings))
-        return torch.cat([prompts, torch.tensor(completions)], 1)
-
-    monkeypatch.setattr(model, "generate", generate)
-    return seen
-
-
-def spy(monkeypatch, model):
-    """Let model.generate also keep its scores and logits, (T, B, V), and the training flag."""
-    generate, seen = model.generate, []
-
-    def kept(*args, **settings):
-        out = generate(*args, **settings, output_scores=True, output_logits=True,
-                       return_dict_in_generate=True)
-        seen.append(SimpleNamespace(scores=torch.stack(out.scores), training=model.training,
-                                    logits=torch.stack(out.logits)))
-        return out.sequences
-
-    monkeypatch.setattr(model, "generate", kept)
-    return seen
-
-
-def sampled_logps(scores, rollout):
-    """Log-probability of each token of the rollout's mask under the sampler's scores (T, B, V)."""
-    ids = rollout.input_ids[:, -len(scores):].numpy()
-    table = log_softmax(scores.transpose(0, 1).numpy())  # (B, T, V)
-    return np.take_along_axis(table, ids[..., None], 2)[..., 0][rollout.mask.numpy()]
-
-
-HOSTILE = dict(
-    do_sample=True, temperature=0.2, top_k=2, top_p=0.1, min_p=0.3, typical_p=0.4,
-    epsilon_cutoff=0.01, eta_cutoff=0.01, repetition_penalty=5.0, no_repeat_ngram_size=2,
-    min_new_tokens=6, min_length=12, max_length=9, suppress_tokens=[1, 2, 3, 65, 66],
-    begin_suppress_tokens=[4, 5, 6, 67], forced_bos_token_id=9, forced_eos_token_id=7,
-    bad_words_ids=[[10], [11, 12]], exponential_decay_length_penalty=(2, 1.5),
-    sequence_bias=[[[20], 10.0]], remove_invalid_values=True, renormalize_logits=True,
-    num_return_sequences=2, guidance_scale=2.0, stop_strings=["a"], max_time=1e-9)
-
-
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])  # from the second no mask can be guessed
-@pytest.mark.parametrize("build", [qwen, gpt2])
-def test_the_sampler_draws_from_the_distribution_that_is_scored(build, pad, monkeypatch):
-    model, tokenizer, temperature = build(vocab_size=258), byte_tokenizer(), 0.7
-    tokenizer.pad_token = pad
-    hostile = model.generation_config = transformers.GenerationConfig(
-        **HOSTILE, eos_token_id=[3, 4, 5, 6])
-    settings_before = hostile.to_dict()
-    seen = spy(monkeypatch, model)
-    rollout = grpo.sample(model, tokenizer, ["a", "a longer prompt"], 4, 8, temperature)
-
-    T = rollout.mask.shape[1]
-    scores, logits = seen[0].scores, seen[0].logits
-    assert scores.isfinite().all()  # nothing was cut off
-    assert scores.numpy() == pytest.approx(logits.numpy() / temperature, rel=1e-5, abs=1e-6)
-    sampler = sampled_logps(scores, rollout)
-    logps, _ = grpo.token_logps(model, rollout.input_ids, rollout.attention_mask, T, temperature)
-    assert logps[rollout.mask].tolist() == pytest.approx(sampler.tolist(), abs=1e-4)
-    assert model.generation_config is hostile and hostile.to_dict() == settings_before
-
-
-def test_a_model_with_dropout_samples_without_and_keeps_its_training_flag(monkeypatch):
-    model = gpt2(dropout=0.5, vocab_size=258).train()
-    seen = spy(monkeypatch, model)
-    rollout = grpo.sample(model, byte_tokenizer(), ["ab", "abcd"], 3, 6)
-    assert model.training and not seen[0].training
-    T = rollout.mask.shape[1]
-    sampler = sampled_logps(seen[0].scores, rollout)  # equal: ratio 1 and KL 0 at step 0
-    logps, _ = grpo.token_logps(model, rollout.input_ids, rollout.attention_mask, T)
-    assert logps[rollout.mask].tolist() == pytest.approx(sampler.tolist(), abs=1e-4)
-
-
-def test_top_p_keeps_the_smallest_nucleus_and_nothing_else_is_changed(monkeypatch):
-    model = qwen(vocab_size=258)
-    seen = spy(monkeypatch, model)
-    grpo.sample(model, byte_tokenizer(), ["abc"], 4, 3, temperature=0.5, top_p=0.6)
-    for scores, logits in zip(seen[0].scores.flatten(0, 1), seen[0].logits.flatten(0, 1)):
-        kept = scores.isfinite()
-        p = np.exp(log_softmax(logits.numpy() / 0.5))
-        order = np.argsort(-p)
-        nucleus = order[:np.searchsorted(p[order].cumsum(), 0.6) + 1]
-        assert set(kept.nonzero()[:, 0].tolist()) == set(nucleus.tolist())
-        assert scores[kept].tolist() == pytest.approx((logits[kept] / 0.5).tolist(), rel=1e-5)
-
-
-def test_group_completions_are_drawn_independently():
-    torch.manual_seed(0)
-    rollout = grpo.sample(qwen(vocab_size=258), byte_tokenizer(), ["abc"], 8, 6)
-    assert len({tuple(row) for row in rollout.input_ids.tolist()}) > 4
-
-
-@pytest.mark.parametrize("pad", ["<pad>", None, "<eos>"])
-@pytest.mark.parametrize("as_ids", [False, True])
-def test_a_rollout_is_prompt_major_with_mask_flags_and_texts_right(as_ids, pad):
-    tokenizer, model = byte_tokenizer(), qwen(vocab_size=258)
-    tokenizer.pad_token = pad
-    own = list(range(25))  # EOS ids in the model's generation config, beside the tokenizer's
-    model.generation_config.eos_token_id = own
-    texts = ["a", "a longer prompt", "mid"]
-    prompts = tokenizer(texts)["input_ids"]
-    torch.manual_seed(1)
-    rollout = grpo.sample(model, tokenizer, prompts if as_ids else texts, 4, 7)
-
-    T = rollout.mask.shape[1]
-    L = rollout.input_ids.shape[1] - T
-    assert L == 15 and rollout.mask.shape == (12, T) and rollout.mask.dtype == torch.bool
-    assert rollout.truncated.shape == (12,) and rollout.truncated.dtype == torch.bool
-    assert rollout.attention_mask.shape == rollout.input_ids.shape
-    for i in range(12):
-        prompt, ids = prompts[i // 4], rollout.input_ids[i, L:].tolist()
-        assert rollout.input_ids[i, L - len(prompt):L].tolist() == prompt
-        ends = [t for t, token in enumerate(ids) if token in (*own, EOS)]
-        n = ends[0] + 1 if ends else T
-        expected = [0] * (L - len(prompt)) + [1] * (len(prompt) + n) + [0] * (T - n)
-        assert rollout.attention_mask[i].tolist() == expected
-        assert rollout.mask[i].long().tolist() == expected[L:]
-        assert rollout.truncated[i].item() == (not ends)
-        assert rollout.texts[i] == tokenizer.decode(ids[:ends[0]] if ends else ids)
-    assert 0 < rollout.truncated.sum() < 12  # both kinds were there
-
-
-def ids_of(text):
-    return byte_tokenizer()(text)["input_ids"]
-
-
-@pytest.mark.parametrize("own", [None, 3, [3, 4]])
-def test_eos_ids_are_the_generation_configs_united_with_the_tokenizers(monkeypatch, own):
-    model = qwen(vocab_size=258)
-    model.generation_config.eos_token_id = own
-    completions = [[9, EOS, PAD, PAD], [9, 9, 3, 5], [9, 4, 9, 9], [9, 9, 9, 9], [9, 9, 9, EOS]]
-    seen = script(monkeypatch, model, completions)
-    rollout = grpo.sample(model, byte_tokenizer(), ["x"], 5, 4)
-    lengths = [2, 3 if own else 4, 2 if own == [3, 4] else 4, 4, 4]
-    assert rollout.mask.sum(1).tolist() == lengths
-    assert rollout.truncated.tolist() == [False, own is None, own != [3, 4], True, False]
-    told = seen[0].config.eos_token_id
-    assert set(told if isinstance(told, list) else [told]) == {
-        EOS, *(own if isinstance(own, list) else [own] if own else [])}
-
-
-def test_text_ends_before_the_first_eos_and_keeps_other_special_tokens(monkeypatch):
-    tokenizer, model = byte_tokenizer(), qwen(vocab_size=262)
-    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)  # 258, 259
-    think = [258, *ids_of("7 , it 's 7 ."), 259]
-    n = len(think)
-    script(monkeypatch, model, [[*think, EOS, *ids_of("x")], [EOS, *think, PAD],
-                                [*think, *ids_of("ab")]])
-    rollout = grpo.sample(model, tokenizer, ["x"], 3, n + 2)
-    text = "<think>7 , it 's 7 .</think>"
-    assert rollout.texts == [text, "", text + "ab"]
-    assert rollout.mask.sum(1).tolist() == [n + 1, 1, n + 2]
-
-
-def test_ids_above_the_tokenizers_size_are_trained_and_do_not_crash_the_text(monkeypatch):
-    model = qwen(vocab_size=300)
-    script(monkeypatch, model, [[*ids_of("a"), 299, *ids_of("b"), EOS], [299, 298, 297, 296]])
-    rollout = grpo.sample(model, byte_tokenizer(), ["x"], 2, 4)
-    assert rollout.texts == ["ab", ""]
-    assert rollout.mask.all()
-    assert rollout.input_ids[1, -4:].tolist() == [299, 298, 297, 296]
-
-
-def test_the_sampled_ids_are_kept_though_their_text_would_encode_to_others(monkeypatch):
-    tokenizer, model = byte_tokenizer(), qwen(vocab_size=262)
-    tokenizer.add_tokens(["abc"])  # "a", "b", "c" written one by one decode to "abc": one id
-    script(monkeypatch, model, [[*ids_of("abc"), EOS]])
-    rollout = grpo.sample(model, tokenizer, ["x"], 1, 4)
-    assert tokenizer(rollout.texts[0])["input_ids"] == [258]
-    assert rollout.input_ids[0, -4:].tolist() == [*ids_of("abc"), EOS]
-
-
-def test_a_prompt_may_hold_the_pad_and_eos_token_and_still_be_attended(monkeypatch):
-    tokenizer, model = byte_tokenizer(), qwen(vocab_size=258)
-    tokenizer.pad_token = tokenizer.eos_token
-    script(monkeypatch, model, [[9, 9]] * 2)
-    rollout = grpo.sample(model, tokenizer, [[EOS, 5, EOS], [6]], 1, 2)
-    assert rollout.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
-
-
-def test_without_any_eos_every_completion_runs_to_the_limit():
-    tokenizer, model = byte_tokenizer(), qwen(vocab_size=258)
-    tokenizer.eos_token = tokenizer.pad_token = None
-    rollout = grpo.sample(model, tokenizer, ["x"], 2, 5)
-    assert rollout.mask.shape == (2, 5) and rollout.mask.all() and rollout.truncated.all()
-
-
-def test_an_exception_while_sampling_leaves_config_and_training_flag_as_they_were(monkeypatch):
-    model = gpt2(vocab_size=258).train()
-    config = model.generation_config = transformers.GenerationConfig(**HOSTILE)
-
-    def generate(*args, **settings):
-        assert model.generation_config is not config
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(model, "generate", generate)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        grpo.sample(model, byte_tokenizer(), ["x"], 2, 4)
-    assert model.generation_config is config and model.training
-
-
-# ---- Rewards ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, points", [
-    ("", 0), ("42", 0), ("<ANSWER>42</ANSWER>", 0), ("<answer>42", 1), ("42</answer>", 1),
-    ("<answer></answer>", 2), ("<answer> \n</answer>", 2), ("</answer>42<answer>", 2),
-    ("<answer>42</answer></answer>", 2), ("<answer><answer>2</answer></answer>", 2),
-    ("<answer>1</answer><answer></answer>", 2), ("<answer></answer><answer>1</answer>", 2),
-    ("<answer>1</answer><answer>2", 2), ("</answer><answer>1</answer>", 2),
-    ("<answer>42</answer>", 3), ("x <answer>42</answer> y", 3), ("<answer>4\n2</answer>", 3),
-    ("<answer>1</answer> and <answer>2</answer>", 3)])
-def test_tags_score_a_point_each_and_one_for_good_form(text, points):
-    assert rewards.tags_reward(completions=[text, "42"], prompts=["?", "?"]) == [points, 0]
-
-
-@pytest.mark.parametrize("text", [
-    "<answer>" * 50_000, "</answer>" * 50_000, "</answer><answer>" * 50_000,
-    "<answer>" + " " * 500_000, "<" * 500_000, "<answer>x</answer>" * 30_000])
-def test_tags_take_linear_time(text):
-    start = time.perf_counter()
-    rewards.tags_reward(completions=[text])
-    assert time.perf_counter() - start < 2  # linear: some 0.02 s; quadratic: minutes
-
-
-EXAMPLES = [{"prompt": "p", "answer": 1}, {"prompt": "q", "answer": "two"}]
-
-
-def score(*returned, completions=("a", "b")):
-    """What rewards.score makes of reward functions that return these values."""
-
-    def function(value):
-        def bad_reward(completions, **columns):
-            return value
-        return bad_reward
-
-    return rewards.score([function(value) for value in returned], list(completions), EXAMPLES)
-
-
-@pytest.mark.parametrize("wrong", [
-    None, math.nan, math.inf, -math.inf, "1", b"1", 10**400, -10**400, 10**5000, [1.0], 1 + 0j,
-    np.float64("nan"), torch.tensor(math.inf), torch.tensor([1.0, 2.0]), np.array([1.0, 2.0])],
-    ids=lambda wrong: repr(wrong) if not isinstance(wrong, int) else "huge")
-def test_a_reward_that_is_no_finite_number_is_refused_by_function_and_row(wrong):
-    with pytest.raises(rewards.RewardError) as error:
-        score([0.5, wrong])
-    assert "bad" in str(error.value) and re.search(r"row 1\b", str(error.value))
-
-
-@pytest.mark.parametrize("wrong", [
-    None, 1.0, [], [1.0], [1.0] * 3, "ab", {"a": 1, "b": 2}, (v for v in (1.0, 2.0)),
-    np.float64(1), np.ones(3), torch.tensor(1.0), torch.ones(1)],
-    ids=lambda wrong: repr(wrong).partition(" at 0x")[0])
-def test_rewards_of_the_wrong_number_or_kind_are_refused_by_function(wrong):
-    with pytest.raises(rewards.RewardError, match="bad"):
-        score(wrong)
-
-
-@pytest.mark.parametrize("wrong", [np.ones((2, 1)), torch.ones(2, 1), np.array(["1", "2"]),
-                                   [math.nan, 1.0], torch.tensor([math.nan, 1])],
-                         ids=lambda wrong: repr(wrong))
-def test_a_table_or_an_array_with_a_wrong_first_row_is_refused_by_function_and_row(wrong):
-    with pytest.raises(rewards.RewardError, match=r"bad.*row 0\b"):
-        score(wrong)
-
-
-@pytest.mark.parametrize("fine", [
-    [1, 0], [True, False], (1.0, 0.0), [np.float32(1), np.int64(0)], [np.bool_(True), 0],
-    np.array([1, 0]), np.array([True, False]), np.array([1, 0], np.float16),
-    [torch.tensor(1), torch.tensor(0.0)], torch.tensor([1, 0]), torch.tensor([True, False]),
-    torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor([1, 0], dtype=torch.bfloat16)],
-    ids=lambda fine: repr(fine))
-def test_numbers_of_every_ordinary_kind_are_accepted_as_floats(fine):
-    table = score([0.25, -3], fine)
-    assert table == [[0.25, -3.0], [1.0, 0.0]]
-    assert all(type(value) is float for row in table for value in row)
-
-
-def test_the_first_function_at_fault_is_the_one_named():
-    def fine_reward(completions, **columns):
-        return [1.0] * len(completions)
-
-    def broken_reward(completions, **columns):
-        return [1.0, None]
-
-    with pytest.raises(rewards.RewardError, match="broken") as error:
-        rewards.score([fine_reward, broken_reward], ["a", "b"], EXAMPLES)
-    assert "fine" not in str(error.value)
-
-
-def test_columns_and_prompts_arrive_as_lists_aligned_with_the_completions():
-    seen = []
-
-    def spy_reward(completions, prompts, **columns):
-        seen.append((completions, prompts, columns))
-        return [0.0, 1.0]
-
-    assert rewards.score([spy_reward], ["a", "b"], EXAMPLES) == [[0.0, 1.0]]
-    assert seen == [(["a", "b"], ["p", "q"], {"answer": [1, "two"]})]
-
-
-def test_an_exception_inside_a_reward_passes_through():
-    def own_reward(completions, **columns):
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        rewards.score([own_reward], ["a", "b"], EXAMPLES)
-
-
-def test_rewards_have_the_signature_that_trl_calls():
-    parameters = inspect.signature(rewards.tags_reward).parameters.values()
-    assert [p.name for p in parameters][0] == "completions"
-    assert any(p.kind == p.VAR_KEYWORD for p in parameters)  # takes columns it does not use
-
-
-# ==== Reasons: why the terms do what they do, on small policies enumerated exactly ===============
-
-
-# ==== Reasons: policies small enough to enumerate every outcome, in float64 ======================
+# ==== 2. Reasons ==================================================================================
+# Why the terms do what they do, on policies small enough to enumerate every outcome, in float64.
 # A table holds the log-probabilities of the tokens of every outcome: (outcomes, tokens).
 # Expectations are sums over outcomes; the right gradients are autograd's, of closed forms.
 
@@ -1712,217 +511,1027 @@ def test_with_all_advantages_zero_adams_momentum_still_moves_the_weights():
     assert part.tolist() == pytest.approx([0.67006] * 4, rel=1e-4)
 
 
-# ==== Right answers, thinking, and data files ====================================================
+# ==== 3. Sampling and the completion mask =========================================================
+# The sampler draws from the distribution that is scored, and a rollout says which ids it drew.
 
 
-def within_50_ms(function, *arguments):
-    """The value, and the best of three times: one may fall into another process's turn."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        value = function(*arguments)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05, f"{min(times):.3f} s for {str(arguments)[:60]}"
-    return value
+@pytest.mark.parametrize("eos_ids, ids, expected", [
+    ([256, 257], [[1, 2, 257, 256, 256], [1, 256, 256, 256, 256], [1, 2, 3, 4, 5]],
+     [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]),
+    ({9, 257, 256}, [[1, 257, 9], [9, 1, 256]], [[1, 1, 0], [1, 0, 0]]),
+    (2, [[5, 6, 2, 2, 2]], [[1, 1, 1, 0, 0]]),  # padded with the EOS: the real one is trained
+    (0, [[7, 0, 7], [0, 0, 0]], [[1, 1, 0], [1, 0, 0]]),
+    ([], [[5, 0, 6]], [[1, 1, 1]])])
+def test_the_mask_ends_with_the_first_of_all_eos_ids(eos_ids, ids, expected):
+    mask = grpo.completion_mask(torch.tensor(ids), eos_ids)
+    assert mask.dtype == torch.bool
+    assert mask.long().tolist() == expected
 
 
-CASES = [  # gold, completion, wanted reward
-    ("42", "<answer>42</answer>", 1),
-    ("42", "<answer> 42 </answer>", 1),
-    ("42", "<answer>42.0</answer>", 1),
-    ("42", "<answer>+42</answer>", 1),
-    ("1000", "<answer>1,000</answer>", 1),
-    ("0.5", "<answer>1/2</answer>", 1),
-    ("1/2", "<answer>0.5</answer>", 1),
-    ("-3", "<answer>\u22123</answer>", 1),
-    ("42", r"<answer>\boxed{42}</answer>", 1),
-    ("3", "<answer>-3</answer>", 0),
-    ("0.333", "<answer>1/3</answer>", 0),
-    ("42", "<answer>41 or 42</answer>", 0),
-    ("42", "<answer></answer>", 0),
-    ("42", "<answer> </answer>", 0),
-    ("42", "42", 0),
-    ("42", "<answer>42", 0),
-    ("42", "</answer>42<answer>", 0),
-    ("9", "<think>\na\nb\n</think>\n<answer>\n9\n</answer>", 1),
-    ("2", "<think><answer>1</answer></think><answer>2</answer>", 1),
-    ("1", "<think><answer>1</answer></think><answer>2</answer>", 0),
-    ("2", "use <answer> and </answer> tags: <answer>2</answer>", 1),
-    ("nan", "<answer>nan</answer>", 0),
-    ("42", "<answer>1 2 3 4 5 41 42 43</answer>", 0),
-    ("1", "<answer>True</answer>", 0),
-    ("1", "<answer>1/0</answer>", 0),
-    # the same kinds, more of them: numbers
-    (42, "<answer>42.</answer>", 1),
-    (42, "<answer>$42$.</answer>", 1),
-    (5, r"<answer>\$5.00</answer>", 1),
-    (-5, "<answer>-$5</answer>", 1),
-    (0.1, "<answer>1/10</answer>", 1),
-    (0.1, "<answer>0.1000000000000000055511151231257827</answer>", 0),
-    (1e22, "<answer>1" + "0" * 22 + "</answer>", 1),
-    (600, "<answer>6E2</answer>", 1),
-    ("1234567", "<answer>1,234,567.0</answer>", 1),
-    ("1234", "<answer>12,34</answer>", 0),
-    ("1", "<answer>0,001</answer>", 0),
-    ("-1/2", "<answer>-.5</answer>", 1),
-    ("3", "<answer>--3</answer>", 0),
-    ("42", "<answer>\u0664\u0662</answer>", 0),  # 42 in Arabic-Indic digits
-    ("100000000000000000001", "<answer>100000000000000000000</answer>", 0),  # equal as floats
-    ("0", "<answer>-0.0</answer>", 1),
-    ("1e1000", "<answer>10e999</answer>", 0),  # an exponent of four digits is text
-    ("42", r"<answer>\text{42}</answer>", 1),
-    ("42", r"<answer>42\text{ cm}.</answer>", 1),
-    ("42", r"<answer>42\text{ or }43</answer>", 0),
-    ("42", r"<answer>42\text{ or 43}</answer>", 0),
-    (r"42\text{ cm}", "<answer>42 cm</answer>", 1),
-    (r"42\text{ cm}", r"<answer>42\text{ m}</answer>", 0),
-    # as text
-    ("Paris", "<answer>\n paris </answer>", 1),
-    ("New  York", "<answer>new\nyork</answer>", 1),
-    ("Stra\u00dfe", "<answer>STRASSE</answer>", 1),
-    (True, "<answer>true</answer>", 1),
-    (True, "<answer>1</answer>", 0),
-    ("Paris", "<answer>Paris or Rome</answer>", 0),
-    ("9" * 5000, "<answer>" + "9" * 5000 + "</answer>", 1),
-    # what never matches
-    *[(gold, f"<answer>{gold}</answer>", 0) for gold in ("NaN", "inf", "-Infinity", "\u221e")],
-    (r"-\infty", r"<answer>$-\infty$</answer>", 0),
-    *[(float(gold), f"<answer>{gold}</answer>", 0) for gold in ("nan", "inf", "-inf")],
-    *[(gold, "<answer>None</answer>\\boxed{}", 0) for gold in ("", " ", None)],
-    # where the answer is
-    ("2", "<answer>1</answer><answer>2</answer> so <answer>3", 1),
-    ("1", "<answer>1</answer> is done </answer>", 1),
-    ("1", "<answer>1</answer> in <answer></answer> tags", 1),
-    ("2", "the <answer> is <answer>2</answer>", 1),
-    ("7", "<answer>7</answer><think>or <answer>8</answer></think>", 1),
-    ("1", "<think><answer>1</answer>", 0),
-    ("3", "<answer>3</answer><think><answer>4</answer>", 1),
-    ("1", "begun in the prompt <answer>1</answer></think><answer>2</answer>", 0),
-    ("2", "begun in the prompt <answer>1</answer></think><answer>2</answer>", 1),
-    ("1", "<answer>1</answer></think>", 0),
-    ("1", "<ans<think></think>wer>1</answer>", 0),
-    ("1000", "<answer>1,<think></think>000</answer>", 0),
-    ("7", r"so \boxed{6} and \boxed{7}", 1),
-    ("7", r"so \boxed{7} and \boxed{8", 1),
-    (r"\frac{1}{2}", r"so \boxed{\frac{1}{2}} or so", 1),
-    ("7", r"so \boxed{\boxed{7}}", 1),
-    ("7", r"<answer>8</answer> \boxed{7}", 0),
-    ("7", r"<think>\boxed{7}</think>", 0),
-    ("7", r"<answer>x = \boxed{7}</answer>", 1),
-    ("42", "\\boxed{<answer>42</answer>}", 1),
-]
+HOSTILE = dict(
+    do_sample=True, temperature=0.2, top_k=2, top_p=0.1, min_p=0.3, typical_p=0.4,
+    epsilon_cutoff=0.01, eta_cutoff=0.01, repetition_penalty=5.0, no_repeat_ngram_size=2,
+    min_new_tokens=6, min_length=12, max_length=9, suppress_tokens=[1, 2, 3, 65, 66],
+    begin_suppress_tokens=[4, 5, 6, 67], forced_bos_token_id=9, forced_eos_token_id=7,
+    bad_words_ids=[[10], [11, 12]], exponential_decay_length_penalty=(2, 1.5),
+    sequence_bias=[[[20], 10.0]], remove_invalid_values=True, renormalize_logits=True,
+    num_return_sequences=2, guidance_scale=2.0, stop_strings=["a"], max_time=1e-9)
 
 
-@pytest.mark.parametrize("gold, completion, wanted", CASES)
-def test_correct_reward(gold, completion, wanted):
-    chat = [{"role": "assistant", "content": completion}]
-    assert correct_reward([completion, chat], [gold, gold], prompts=["", ""]) == [wanted, wanted]
+@pytest.mark.parametrize("settings", [(), (0.7,), (0.7, 0.6)], ids=str)  # temperature, top_p
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])  # from the second no mask can be guessed
+@pytest.mark.parametrize("build", [qwen, gpt2])
+def test_the_sampler_draws_from_the_distribution_that_is_scored(build, pad, settings, monkeypatch):
+    """Whatever the model's generation config, and without dropout: ratio 1 and KL 0 at step 0."""
+    dropout = {"dropout": 0.5} if build is gpt2 else {}
+    model, tokenizer = build(vocab_size=258, **dropout), byte_tokenizer()
+    temperature, top_p = (*settings, 1.0, 1.0)[:2]
+    tokenizer.pad_token = pad
+    hostile = model.generation_config = transformers.GenerationConfig(
+        **HOSTILE, eos_token_id=[3, 4, 5, 6])
+    settings_before = hostile.to_dict()
+    seen = spy(monkeypatch, model.train())
+    rollout = grpo.sample(model, tokenizer, ["a", "a longer prompt"], 4, 8, *settings)
+    assert model.training and not seen[0].training
+    assert model.generation_config is hostile and hostile.to_dict() == settings_before
+    assert len({tuple(row) for row in rollout.input_ids.tolist()}) > 4  # drawn independently
+
+    p = (seen[0].logits / temperature).softmax(2)  # (B, T, V)
+    # What top_p keeps: the fewest tokens that hold so much of the probability, the likeliest ones.
+    likelier = [torch.where(row > row[:, None], row, 0).sum(1) for row in p.flatten(0, 1)]
+    kept = torch.stack(likelier).view_as(p) < top_p
+    assert seen[0].scores.isfinite().equal(kept)  # nothing else was cut off
+    scores, logits = seen[0].scores[kept], seen[0].logits[kept]
+    assert torch.allclose(scores, logits / temperature, rtol=1e-5)
+    T, on = rollout.mask.shape[1], rollout.mask
+    expected = p.gather(2, rollout.input_ids[:, -T:, None])[on].log()[:, 0]
+    logps, _ = grpo.token_logps(
+        model, rollout.input_ids, rollout.attention_mask, T, temperature)
+    assert logps[on].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-HOSTILE_TEXTS = [
-    "-" * 5000 + "1",
-    "9" * 5000,
-    "<think></think><answer>" * 400,
-    "1/0",
-    "9**9**9",
-    "1e999",
-    "1" + ",000" * 25000,
-    "0." + "0" * 100000 + "1",
-    "\\boxed{" * 5000,
-    "\\boxed{" * 14000,
-    "\\boxed{}" * 12000,
-    "\\boxed{" + "{" * 100000,
-    "\\boxed{" + "{}" * 50000,
-    "\\text{" * 16000,
-    "\\text{" + " " * 100000,
-    "\\text{" + "a " * 50000 + "1",
-    "\\text{a}" * 12000,
-    "\\text{a}" * 12000 + "1",
-    "\\text{a}" + " " * 100000 + "1",
-    " " * 100000,
-    "$" * 100000 + "1",
-    "<think></think><answer>" * 4300,
-    "<think>" * 14000 + "</think>" * 12000,
-    "</think>" * 12000,
-    "</think><think>" * 6600,
-    "<answer>" * 12000 + "</answer>" * 11000,
-    "<answer></answer>" * 5800,
-    "</answer><answer>" * 5800,
-    "<" * 100000,
-]
+@pytest.mark.parametrize("own, pad, as_ids", [
+    (None, "<pad>", False), (3, "<eos>", True), ([3, 4], None, True)])
+def test_a_rollout_is_prompt_major_and_ends_at_the_first_eos(monkeypatch, own, pad, as_ids):
+    """The EOS ids are those of the generation config (own) and the tokenizer's."""
+    tokenizer, model = byte_tokenizer(), qwen(vocab_size=258)
+    tokenizer.pad_token, model.generation_config.eos_token_id = pad, own
+    prompts = ["a", "a longer prompt"]
+    completions = [[9, EOS, PAD, PAD], [9, 9, 3, 5], [9, 4, 9, 9], [9, 9, 9, 9], [9, 9, 9, EOS],
+                   [EOS, 9, 9, 9]]
+    lengths = [2, 3 if own else 4, 2 if own == [3, 4] else 4, 4, 4, 1]
+    truncated = [False, own is None, own != [3, 4], True, False, False]
+    seen = script(monkeypatch, model, completions)
+    ids = tokenizer(prompts)["input_ids"]
+    rollout = grpo.sample(model, tokenizer, ids if as_ids else prompts, 3, 4)
+    for i, n in enumerate(lengths):
+        prompt, text = ids[i // 3], completions[i][:n if truncated[i] else n - 1]
+        attended = [0] * (15 - len(prompt)) + [1] * (len(prompt) + n) + [0] * (4 - n)
+        assert rollout.input_ids[i, 15 - len(prompt):].tolist() == prompt + completions[i]
+        assert rollout.attention_mask[i].tolist() == attended
+        assert rollout.mask[i].tolist() == [x == 1 for x in attended[15:]]
+        assert rollout.texts[i] == tokenizer.decode(text)
+    assert rollout.mask.dtype == rollout.truncated.dtype == torch.bool
+    assert rollout.truncated.tolist() == truncated
+    told = seen[0].config.eos_token_id
+    assert {EOS, *np.atleast_1d(own or [])} == set(np.atleast_1d(told))
+
+
+def test_text_ends_before_the_first_eos_and_the_ids_stay_those_sampled(monkeypatch):
+    tokenizer, model = byte_tokenizer(), qwen(vocab_size=300)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)  # 258, 259
+    a, b, c = tokenizer("abc")["input_ids"]
+    tokenizer.add_tokens(["abc"])  # what decodes to it would be encoded as one id, 260
+    completions = [[258, a, 259, EOS, b], [EOS, 258, a, PAD, PAD], [a, 299, b, c, c],
+                   [299, 298, 297, 296, 295], [a, b, c, EOS, PAD]]  # there is no token above 260
+    script(monkeypatch, model, completions)
+    rollout = grpo.sample(model, tokenizer, ["x"], 5, 5)
+    assert rollout.texts == ["<think>a</think>", "", "abcc", "", "abc"]
+    assert rollout.input_ids[:, -5:].tolist() == completions
+    assert rollout.mask.sum(1).tolist() == [4, 1, 5, 5, 4]
+
+
+@pytest.mark.parametrize("pad, size", [("<eos>", 258), ("<pad>", 257)])
+def test_padding_is_told_by_its_place_and_its_id_is_in_the_embedding(pad, size, monkeypatch):
+    tokenizer, model = byte_tokenizer(), qwen(vocab_size=size)  # 257 rows: PAD is not among them
+    tokenizer.pad_token = pad
+    seen = script(monkeypatch, model, [[9, 9]] * 2)
+    rollout = grpo.sample(model, tokenizer, [[EOS, 0, EOS], [6]], 1, 2)
+    assert rollout.input_ids[0, :3].tolist() == [EOS, 0, EOS]
+    assert rollout.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert 0 <= rollout.input_ids.min() and rollout.input_ids.max() < size
+    assert 0 <= seen[0].config.pad_token_id < size
+
+
+def test_without_any_eos_every_completion_runs_to_the_limit():
+    tokenizer, model = byte_tokenizer(), qwen(vocab_size=258)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    rollout = grpo.sample(model, tokenizer, ["x", "longer"], 2, 5)
+    assert rollout.mask.shape == (4, 5) and rollout.mask.all() and rollout.truncated.all()
+
+
+def test_an_exception_while_sampling_leaves_config_and_training_flag_as_they_were(monkeypatch):
+    model = gpt2(vocab_size=258).train()
+    config = model.generation_config
+    monkeypatch.setattr(model, "generate", None)
+    with pytest.raises(TypeError, match="not callable"):
+        grpo.sample(model, byte_tokenizer(), ["x"], 2, 4)
+    assert model.generation_config is config and model.training
+
+
+# ==== 4. Advantages ===============================================================================
+# GRPO's and GDPO's, against numpy; and rounding errors, which are no advantage.
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale, eps", [("std", 1e-4), ("std", 0.3), ("none", 1e-4)])
+def test_advantages_are_taken_from_the_group_alone(scale, eps, dtype):
+    """Not from the batch: a group of ones beside one of zeros has none."""
+    r = torch.tensor([[0, 4, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 2, 0, 7]])
+    ours, r = grpo.group_advantages(r.to(dtype), scale, eps), r.to(dtype).double().numpy()
+    centred = r - r.mean(1, keepdims=True)
+    spread = {"std": r.std(1, ddof=1, keepdims=True) + eps, "none": 1}[scale]
+    assert ours.dtype.is_floating_point
+    assert ours.numpy() == pytest.approx(centred / spread, rel=1e-6, abs=1e-12)
+    assert (ours[2:4] == 0).all()
+
+
+ULP = 2**-23  # of float32, relative
+PARTS = np.float32([0.1, 0.2, 0.3, 0.15, 0.05, 0.7])  # added in three orders:
+SUMS = [float(PARTS[[*map(int, order)]].cumsum()[-1]) for order in ("012345", "543210", "305142")]
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("flat, values, size", [
+    *((True, [value] * G, None) for value in (0.1, 1 / 3, 0.0, -1e4) for G in (2, 8, 15)),
+    (True, [0.1, 0.1 + 1e-7], None),
+    (True, [1, 1 + 1e-9], None),
+    (True, [0.1 + 0.2, 0.3, 0.3 + 0.0], None),
+    (True, SUMS, None),
+    (True, [1 - 16 * ULP, 1, 1], None),
+    (True, [16 * ULP - 1, -1, 16 * ULP - 1], None),
+    (True, [0, 1e-6], [0.1, 1.0]),  # what was added, and cancelled, was of size 1
+    (False, [0, 1e-6], [0.1, 0.1]),
+    (False, [1 - 16.5 * ULP, 1, 1], None),
+    (False, [1, 1 - 12 * ULP, 1 + 12 * ULP], None),  # either is within 16 of the first
+    (False, [1, 1.001], None),
+    (False, [0, 1e-12], None)])
+def test_rewards_that_differ_by_16_ulps_of_float32_are_equal(flat, values, size, scale):
+    """Of the group's largest magnitude, or of the size of what was added into the rewards."""
+    for dtype, eps in (torch.float32, 1e-4), (torch.float64, 1e-4), (torch.float32, 0.0):
+        other = np.arange(len(values)) * 1e6  # a group of another magnitude
+        table = torch.tensor(np.array([values, other]), dtype=dtype)
+        sizes = None if size is None else torch.tensor(np.array([size, other]), dtype=dtype)
+        ours = grpo.group_advantages(table, scale, eps, sizes)
+        assert (ours[0] == 0).all() if flat else (ours[0] != 0).any()
+        assert (ours[1] != 0).any()
+
+
+def by_gdpo(rewards, weights, eps=1e-4):
+    """Advantages (P, G) of rewards (P, G, K) in float64: each reward normalised in its group, a row
+    that lacks it (NaN) standing at the mean, then the weighted sum over all completions."""
+    A = np.zeros(np.shape(rewards))
+    for p, k in np.ndindex(A.shape[0], A.shape[2]):
+        r = np.asarray(rewards, dtype=np.float64)[p, :, k]
+        has = ~np.isnan(r)
+        if has.sum() > 1:
+            filled = np.where(has, r, r[has].mean())
+            A[p, :, k] = (filled - filled.mean()) / (filled.std(ddof=1) + eps)
+    total = A @ np.asarray(weights, dtype=np.float64)
+    return (total - total.mean()) / (total.std(ddof=1) + eps)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 2, 4), (5, 4, 3), (3, 16, 2)], ids=str)
+def test_gdpo_normalises_each_reward_in_its_group_and_then_their_sum_over_all(shape, missing):
+    rng = np.random.default_rng(sum(shape))
+    r = rng.normal(3, 1, shape) * 100.0 ** np.arange(shape[2])  # no scale drowns another
+    r[rng.random(shape) < missing] = math.nan
+    weights = rng.uniform(0.2, 2, shape[2]) * (-1) ** np.arange(shape[2])
+    for given, eps in (weights.tolist(), 1e-4), (torch.tensor(weights), 0.3):
+        ours = grpo.gdpo_advantages(torch.tensor(r), given, eps)
+        assert ours.shape == shape[:2]
+        assert ours.numpy() == pytest.approx(by_gdpo(r, weights, eps), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_gdpo_agrees_with_trl(dtype):
+    # TRL 1.16.0's lines for multi_objective_aggregation="normalize_then_sum", weights 1 and 0.5.
+    r = torch.tensor([[[1, 10], [0, 40], [0, 0], [1, 5]], [[3, 0], [0, 0], [1, 0], [0, 2]]])
+    printed = [0.9119815, -0.1622579, -1.4950999, 0.7453763,
+               1.3941226, -1.1461003, -0.2993594, 0.0513372]
+    ours = grpo.gdpo_advantages(r.to(dtype), [1, 0.5])
+    assert ours.flatten().tolist() == pytest.approx(printed, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_under_gdpo_flat_groups_and_rewards_that_cancel_are_exactly_zero(dtype):
+    r = torch.rand(6, 8, 2, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    r[1], r[2] = 0.1, torch.tensor([0.7, -1e4])  # a float32 std of eight times 0.1 is not 0
+    r[3, :, 1] = 0.7 - r[3, :, 0]  # cancels, but for rounding, under equal weights
+    r[4, 1:, 0] = r[4, :, 1] = math.nan  # applies to one row, to none
+    ours = grpo.gdpo_advantages(r, [1.0, 1.0])
+    assert (ours == 0).all(1).tolist() == [False, True, True, True, True, False]
+    assert (grpo.gdpo_advantages(r[1:5], [0.3, 0.3]) == 0).all()
+    assert (grpo.gdpo_advantages(r[3:4], [1.0, 0.9]) != 0).all()  # these do not cancel
+
+
+# ==== 5. Log-probabilities ========================================================================
+# Of exactly the sampled tokens, whatever the padding; gradients through them are those of SFT.
+
+
+@torch.no_grad()
+def alone(model, prompt, completion, temperature=1.0):
+    """(logps, entropies) of one completion, without padding, mask, position ids or dropout."""
+    model = copy.deepcopy(model).eval()
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double()
+    table = (logits / temperature).log_softmax(1)[len(prompt) - 1:-1]  # position p predicts p + 1
+    return table[range(len(completion)), completion].numpy(), -(table.exp() * table).sum(1).numpy()
+
+
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18], [30]]
+COMPLETIONS = [[20, 21, 22, 23, 24], [40, 41], [50, 51, 52, 53]]
+
+
+def batch(left=0, right=0):
+    """PROMPTS padded on the left, COMPLETIONS on the right, by that many columns more."""
+    L, T = 8 + left, 5 + right
+    ids, attention_mask = torch.zeros(2, 3, L + T, dtype=torch.long)
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+        span = slice(L - len(prompt), L + len(completion))
+        ids[i, span], attention_mask[i, span] = torch.tensor(prompt + completion), 1
+    return grpo.Rollout(ids, attention_mask, attention_mask[:, L:].bool(), [], None), T
+
+
+@pytest.mark.parametrize("temperature, left, right, training", [(1.0, 0, 0, True),
+                                                                (0.6, 5, 2, False)])
+@pytest.mark.parametrize("build", [qwen, lambda: gpt2(dropout=0.5)], ids=["qwen", "gpt2"])
+def test_each_row_of_a_padded_batch_is_scored_as_if_alone(
+        build, temperature, left, right, training, monkeypatch):
+    """Whatever its padding, and without dropout. rollout_logps drops the columns that are padding
+    in all rows, where the mask has holes, too: a sampler that runs tools attends to their output
+    but does not train it."""
+    model, (rollout, T) = build().train(training), batch(left, right)
+    expected = [alone(model, *pair, temperature) for pair in zip(PROMPTS, COMPLETIONS)]
+    for row, pair in zip(expected, zip(PROMPTS, COMPLETIONS)):  # this model would notice
+        assert np.abs(row[0] - alone(model, *pair, temperature / 2)[0]).max() > 0.3
+        assert np.abs(row[0] - alone(model, [0, *pair[0]], pair[1], temperature)[0]).max() > 0.01
+    rollout.mask[0, 1:4] = False  # a hole: 20, -, -, -, 24
+    rollout.mask[2, 2:] = False  # attended after the last trained column, which ends the width
+    token_logps, scored = grpo.token_logps, []
+
+    def seen(model, ids, attention_mask, width, *rest):
+        scored.append((ids.shape[1] - width, width))
+        return token_logps(model, ids, attention_mask, width, *rest)
+
+    monkeypatch.setattr(grpo, "token_logps", seen)
+    for rows, size in ([0, 1, 2], (8, 5)), ([2, 0], (3, 5)), ([1], (8, 2)), ([2], (1, 2)):
+        ours = grpo.rollout_logps(model, rollout, torch.tensor(rows), temperature)
+        assert scored.pop() == size  # the longest prompt, the last trained column + 1
+        whole = token_logps(
+            model, rollout.input_ids[rows], rollout.attention_mask[rows], T, temperature)
+        for table, k in (ours[0], 0), (ours[1], 1), (whole[0], 0), (whole[1], 1):
+            assert table.shape == (len(rows), T)
+            for i, values in zip(rows, table.tolist()):
+                on = np.flatnonzero(rollout.mask[i])
+                assert np.array(values)[on] == pytest.approx(expected[i][k][on], abs=1e-4)
+    assert model.training == training
+
+
+def test_log_probabilities_are_float32_whatever_the_models_type_and_logits(monkeypatch):
+    model, ids = qwen().to(torch.bfloat16), torch.tensor([[5, 6, 7, 20, 21, 22, 23]])
+    forward = model.forward  # of some models it returns all logits, not those that one keeps
+    monkeypatch.setattr(model, "forward", lambda logits_to_keep=0, **rest: forward(**rest))
+    logps, entropy = grpo.token_logps(model, ids, torch.ones_like(ids), 4)
+    assert logps.dtype == entropy.dtype == torch.float32
+    expected, expected_entropy = alone(model, [5, 6, 7], [20, 21, 22, 23])
+    assert logps[0].tolist() == pytest.approx(expected, abs=1e-3)  # bf16 log-softmax: 1e-2 off
+    assert entropy[0].tolist() == pytest.approx(expected_entropy, abs=1e-3)
+
+
+def test_entropy_is_finite_where_probabilities_are_exactly_zero():
+    model, ids = Fixed([0.0, -1e4, 0.0, -math.inf]), torch.tensor([[0, 2, 0]])
+    logps, entropy = grpo.token_logps(model, ids, torch.ones_like(ids), 2)
+    assert logps[0].tolist() == pytest.approx([-math.log(2)] * 2)
+    assert entropy[0].tolist() == pytest.approx([math.log(2)] * 2)
+
+
+@pytest.mark.parametrize("build", [qwen, gpt2])
+def test_with_advantages_of_1_grpo_is_sft(build):
+    """In its loss and in the gradient of every parameter, as Transformers computes them."""
+    model, (rollout, T) = build(), batch(left=2, right=3)
+    logps, entropy = grpo.rollout_logps(model, rollout, torch.arange(3), 1.0)
+    assert not entropy.requires_grad
+    loss, _ = grpo.policy_loss(logps, logps, torch.ones(3), rollout.mask, aggregate="token")
+    labels = rollout.input_ids.masked_fill(rollout.attention_mask == 0, -100)
+    labels[:, :-T] = -100  # the prompt
+    sft = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask, labels=labels,
+                position_ids=(rollout.attention_mask.cumsum(1) - 1).clamp(min=0)).loss
+    assert loss.item() == pytest.approx(sft.item(), rel=1e-5)
+    ours, theirs = parameter_gradients(model, loss), parameter_gradients(model, sft)
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
+# ==== 6. The policy loss ==========================================================================
+# Its value, gradient and statistics by definition, by TRL's numbers and by PPO's table.
+
+
+def off_policy():
+    """logps, old, ref, advantages, weights (float64) and a mask with a hole in row 0 and nothing in
+    row 6. As many rows as columns: advantages without an unsqueeze would go along time. With eps
+    0.2, 0.28 rows 0 and 3 hold clipped terms for every surrogate, on either side."""
+    rng = np.random.default_rng(0)
+    logps = rng.normal(-2, 0.5, (7, 7))
+    drift = np.array([0.6, -0.6, 0.6, -0.6, 0.05, -0.05, 0.3])[:, None]
+    old = logps - drift - rng.normal(0, 0.1, (7, 7))
+    ref = logps + rng.normal(0, 0.5, (7, 7))
+    A = np.array([1.3, 0.4, -0.9, -1.6, 0.8, -0.2, -0.5])
+    mask = np.arange(7) < np.array([6, 4, 1, 5, 3, 2, 0])[:, None]
+    mask[0, 2] = False
+    return logps, old, ref, A, mask, rng.uniform(0.2, 2, (7, 7))
+
+
+def whole_and_in_parts(function, denominator, mask, *tables):
+    """(loss, gradient) of function(rows, mask, *tables, normalizer): of all rows at once, then the
+    sum over micro-batches of several sizes and widths. What is masked is NaN or infinite."""
+    junk = np.resize([math.nan, math.inf, -math.inf], mask.shape)
+    for sizes, normalizer in ([7], None), ([1, 3, 2, 1], denominator):
+        losses, gradients = [], []
+        for extra, rows in enumerate(np.split(np.arange(7), np.cumsum(sizes)[:-1])):
+            parts = [mask, *(np.where(mask, table, junk) for table in tables)]
+            parts = [np.pad(part[rows], [(0, 0), (0, extra)]) for part in parts]
+            loss, gradient = function(rows, *map(torch.tensor, parts), normalizer)
+            losses.append(loss)
+            gradients.append(gradient[:, :7])
+        yield sum(losses), np.concatenate(gradients)
+
+
+def shares(mask, aggregate):
+    """What a token's term is multiplied by in the aggregated loss."""
+    B, lengths = len(mask), mask.sum(1, keepdims=True)
+    return mask * {"sum": 1 / B, "mean": 1 / np.maximum(lengths, 1) / B, "token": 1 / mask.sum(),
+                   "constant": 1 / (B * MAX_LEN)}[aggregate]
+
+
+def by_definition(logps, old, A, mask, surrogate, clip, aggregate, weights, D):
+    """(loss, its gradient, [(ratio, clipped), ...]): term by term, each of a token or a row."""
+    lo, hi = clip[0], clip[0] if clip[1] is None else clip[1]
+    low, high = -math.inf if lo is None else 1 - lo, math.inf if hi is None else 1 + hi
+    loss, gradient, seen, share = 0.0, np.zeros_like(logps), [], shares(mask, aggregate)
+    for i in np.flatnonzero(mask.any(1)):
+        row = np.flatnonzero(mask[i])
+        dropped = A[i] < 0 and (old - logps)[i, row].mean() > D  # DeepSeek-V3.2's mask
+        for term in [row] if surrogate in PER_COMPLETION else row[:, None]:
+            log_ratios = (logps - old)[i, row if surrogate == "reinforce" else term]
+            r = np.exp(log_ratios.mean() if surrogate == "gspo" else log_ratios.sum())
+            clipped = (A[i] > 0 and r > high) or (A[i] < 0 and r < low)
+            if surrogate in ("reinforce", "cispo"):  # a constant times the log-probability
+                clipped = surrogate == "cispo" and r > high
+                slope = -A[i] * (1 if surrogate == "reinforce" else min(r, high))
+                value = slope * logps[i, term].item()
+            else:
+                value = -A[i] * (np.clip(r, low, high) if clipped else r)
+                slope = 0 if clipped else -A[i] * r / (len(row) if surrogate == "gspo" else 1)
+            factor = 1 / len(mask) if surrogate in PER_COMPLETION else share[i, term].item()
+            factor *= 0 if dropped else weights[i, term].mean()
+            loss += factor * value
+            gradient[i, term] += factor * slope
+            seen.append((r, clipped))
+        if surrogate == "reinforce":  # has no ratio; its statistics are of the row's, counted once
+            seen = seen[:len(seen) + 1 - len(row)]
+    return loss, gradient, seen
+
+
+SURROGATE_AND_CLIP = [  # nothing clipped, one eps, two, the upper alone; cispo needs a cap
+    (surrogate, clip) for surrogate in SURROGATES
+    for clip in ((None, None), (0.2, None), (0.2, 0.28), (None, 0.28))
+    if surrogate != "cispo" or clip != (None, None)]
+
+
+@pytest.mark.parametrize("D", [None, 0.3], ids=["plain", "weights, off-policy mask"])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("surrogate, clip", SURROGATE_AND_CLIP)
+def test_policy_loss_gradient_and_statistics_are_those_of_the_definition(
+        surrogate, clip, aggregate, D):
+    """D drops row 3 from the loss, but from no denominator and from no statistics."""
+    logps, old, _, A, mask, weights = off_policy()
+    settings = (surrogate, clip, aggregate, np.ones_like(weights), math.inf)
+    if D is not None:
+        settings = (surrogate, clip, aggregate, weights, D)
+    expected, slope, seen = by_definition(logps, old, A, mask, *settings)
+    ratios, clipped = map(np.array, zip(*seen))
+    statistics = dict(
+        ratio_mean=ratios.mean(), ratio_max=ratios.max(), clip_frac=clipped.mean())
+    if clip[0] and surrogate in ("sequence", "token", "gspo"):  # both bounds were at work
+        assert 0 < clipped[ratios > 1].mean() < 1 and 0 < clipped[ratios < 1].mean() < 1
+
+    def ours(rows, mask, logps, old, weights, normalizer):
+        loss, gradient, stats = policy(
+            logps, old, torch.tensor(A[rows]), mask, surrogate, *clip, aggregate, MAX_LEN,
+            None if D is None else weights, normalizer, off_policy_mask=D)
+        if len(rows) == len(A):
+            assert stats == pytest.approx(statistics, rel=1e-6)
+        return loss, gradient
+
+    denominator = grpo.denominator(torch.tensor(mask), surrogate, aggregate, MAX_LEN)
+    for loss, gradient in whole_and_in_parts(ours, denominator, mask, logps, old, weights):
+        assert loss == pytest.approx(expected, rel=1e-9)
+        assert gradient == pytest.approx(slope, rel=1e-9, abs=1e-15)
+        assert (gradient[~mask] == 0).all() and (D is None or (gradient[3] == 0).all())
+
+
+# TRL 1.16.0's GRPOTrainer on the tensors below: one micro-batch, epsilon 0.2, epsilon_high 0.28
+# (cispo's 1.1 is the cap itself: ours is 0.1), max_completion_length 16.
+TRL_LOGPS = [
+    [-2.56291986, -2.57617998, -2.1252892, -2.21693945, -1.57564485, -1.65399539, -2.15800643],
+    [-3.05760956, -1.83886254, -2.63166738, -1.82500839, -1.84593308, -1.91677237, -1.56280911],
+    [-2.07173681, -2.05580473, -2.30679154, -1.98420358, -2.24633837, -1.87579262, -1.69097161],
+    [-2.20640111, -2.42053246, -3.15802097, -2.05115485, -1.603778, -2.1448338, -1.9737463]]
+TRL_OLD = [
+    [-2.61510825, -2.77980375, -1.84381104, -2.07027841, -1.7775718, -1.39214599, -1.84139919],
+    [-3.00425649, -1.99428499, -2.72367859, -2.29930663, -1.33394003, -1.46403575, -0.93822247],
+    [-1.55972338, -1.34169447, -2.64447212, -2.07930303, -2.5740788, -1.90135086, -1.59268737],
+    [-2.43461323, -2.90025711, -3.15247488, -2.27628279, -1.54815567, -1.95849228, -1.78229177]]
+TRL_REF = [
+    [-2.56424141, -2.78995633, -1.65781403, -2.0591383, -0.79906005, -1.33739614, -2.16610718],
+    [-3.23247743, -2.45297742, -2.7967391, -1.43848705, -1.19601989, -1.53176498, -1.42314184],
+    [-2.44032168, -2.07828259, -2.58740091, -1.56952882, -2.48780632, -2.38729858, -1.64141059],
+    [-1.74048769, -2.05118299, -2.60310292, -1.50113964, -1.33992553, -1.954211, -2.38026929]]
+TRL_WEIGHTS = [
+    [0.39853424, 0.99868065, 1.76585078, 0.94719976, 1.07779217, 0.96373111, 1.25238132],
+    [1.68583941, 1.99724615, 1.68505585, 1.99941349, 0.97767836, 0.15167849, 0.57592279],
+    [1.73090518, 1.04351747, 0.55295366, 0.28368825, 0.11414795, 0.20599179, 0.84716326],
+    [1.59840596, 1.59064102, 0.08556812, 1.67378199, 0.26749057, 0.83858973, 0.64452738]]
+TRL_A, TRL_LENGTHS = [1.3, -0.7, 0.0, -0.9], [7, 5, 1, 6]
+# Per case: (surrogate, clip, aggregate, old = logps?, weights?, KL term times 0.1), the loss,
+# the gradient of the first three rows.
+TRL_CASES = {
+    "grpo": (("token", (0.2, 0.28), "mean", False, False, None), 0.147895098, [
+        [-0.0489159, -0.0569139, -0.0350381, -0.0400951, -0.0568174, -0.0357327, -0.0338286],
+        [0.0331816, 0.0408853, 0.0383732, 0.056241, 0, 0, 0], [0] * 7]),
+    "grpo, KL": (("token", (0.2, 0.28), "mean", False, False, "k3"), 0.156906173, [
+        [-0.0489112, -0.0562265, -0.0371665, -0.0407056, -0.0610103, -0.0370629, -0.0337998],
+        [0.0339837, 0.0431797, 0.039134, 0.0538818, -0.0045769, 0, 0],
+        [0.0077072, 0, 0, 0, 0, 0, 0]]),
+    "sequence level": (("gspo", (0.2, 0.28), "mean", False, False, None), 0.132303804, [
+        [-0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273, -0.0429273],
+        [0.036112, 0.036112, 0.036112, 0.036112, 0.036112, 0, 0], [0] * 7]),
+    "dr_grpo": (("token", (0.2, 0.28), "constant", False, False, None), 0.0239592437, [
+        [-0.0214007, -0.0248998, -0.0153292, -0.0175416, -0.0248576, -0.015633, -0.0148],
+        [0.0103692, 0.0127767, 0.0119916, 0.0175753, 0, 0, 0], [0] * 7]),
+    "dapo": (("token", (0.2, 0.28), "token", False, False, None), 0.0807048231, [
+        [-0.0720867, -0.0838731, -0.0516351, -0.0590875, -0.0837308, -0.0526587, -0.0498527],
+        [0.034928, 0.0430372, 0.0403928, 0.0592011, 0, 0, 0], [0] * 7]),
+    "cispo": (("cispo", (None, 0.1), "token", False, False, None), -0.122602299, [
+        [-0.0720867, -0.0752632, -0.0516351, -0.0590875, -0.0752632, -0.0526587, -0.0498527],
+        [0.034928, 0.0405263, 0.0403928, 0.0405263, 0.0220795, 0, 0], [0] * 7]),
+    "grpo, on-policy": (("token", (0.2, 0.28), "mean", True, False, None), 0.0749999881, [
+        [-0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286, -0.0464286],
+        [0.035, 0.035, 0.035, 0.035, 0.035, 0, 0], [0] * 7]),
+    "grpo, weighted KL": (("token", (0.2, 0.28), "mean", False, False, "weighted"), 0.156833112, [
+        [-0.048911, -0.0559779, -0.0362981, -0.0405818, -0.0602115, -0.0366029, -0.0338076],
+        [0.0340105, 0.0444722, 0.0392781, 0.0531355, -0.0019475, 0, 0],
+        [0.0055222, 0, 0, 0, 0, 0, 0]]),
+    "grpo, importance weights": (("token", (0.2, 0.28), "mean", False, True, None), 0.316929042, [
+        [-0.0194947, -0.0568388, -0.0618721, -0.0379781, -0.0612373, -0.0344367, -0.0423664],
+        [0.0559388, 0.081658, 0.064661, 0.112449, 0, 0, 0], [0] * 7]),
+}
+
+
+@pytest.mark.parametrize("case", TRL_CASES)
+def test_loss_and_gradient_agree_with_trl(case):
+    surrogate, clip, aggregate, on_policy, weighted, estimator = TRL_CASES[case][0]
+    logps, old, ref, weights = map(torch.tensor, (TRL_LOGPS, TRL_OLD, TRL_REF, TRL_WEIGHTS))
+    old = logps if on_policy else old
+    A, mask = torch.tensor(TRL_A), torch.arange(7) < torch.tensor(TRL_LENGTHS)[:, None]
+
+    loss, gradient, _ = policy(logps, old, A, mask, surrogate, *clip, aggregate, 16,
+                               weights if weighted else None)
+    if estimator:
+        kl_value, kl_gradient = kl(logps, ref, mask, estimator, aggregate, old, 16)
+        loss, gradient = loss + 0.1 * kl_value, gradient + 0.1 * kl_gradient
+    _, trl_loss, trl_gradient = TRL_CASES[case]
+    assert loss == pytest.approx(trl_loss, rel=1e-5)
+    assert gradient[:3] == pytest.approx(np.array(trl_gradient), abs=1e-7)
+
+
+@pytest.mark.parametrize("clip, ratios, A, loss, gradient, clip_frac", [
+    ((0.2,), [1.5], [1], -1.2, [0], 1),  # PPO's table
+    ((0.2,), [0.5], [1], -0.5, [-0.5], 0),
+    ((0.2,), [1.5], [-1], 1.5, [1.5], 0),
+    ((0.2,), [0.5], [-1], 0.8, [0], 1),
+    ((0.2,), [1.1], [1], -1.1, [-1.1], 0),
+    ((None, 0.2), [1e-3, 1.5], [-1, 1], (1e-3 - 1.2) / 2, [1e-3 / 2, 0], 0.5),  # no lower bound
+    ((), [1e-3, 100], [-1, 1], (1e-3 - 100) / 2, [1e-3 / 2, -50], 0),  # none at all
+    ((0.0,), [1.1], [1], -1, [0], 1),  # a bound of zero is a bound
+    ((0.2, 0.0), [1.1], [1], -1, [0], 1),
+    ((0.0, 0.2), [1.1], [1], -1.1, [-1.1], 0)])
+def test_clipping_by_ppos_table(clip, ratios, A, loss, gradient, clip_frac):
+    """Of completions of one token, for which these losses are all the same."""
+    log_ratio = torch.tensor(ratios, dtype=torch.float64).log()[:, None]
+    A, mask = torch.tensor(A, dtype=torch.float64), torch.ones_like(log_ratio).bool()
+    for surrogate, aggregate in itertools.product(("token", "sequence", "gspo"), AGGREGATES):
+        ours, slope, stats = policy(
+            log_ratio, log_ratio * 0, A, mask, surrogate, *clip, aggregate=aggregate, max_len=1)
+        assert ours == pytest.approx(loss)
+        assert slope[:, 0] == pytest.approx(np.array(gradient))
+        assert stats["clip_frac"] == pytest.approx(clip_frac)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("log_ratio, ratio", [(1000.0, math.exp(20)), (-1000.0, math.exp(-20))])
+def test_log_ratios_are_clamped_to_20(log_ratio, ratio, surrogate):
+    """So nothing is infinite; beyond, the gradient through a ratio is 0."""
+    logps = f64([log_ratio])
+    value, slope = {"reinforce": (log_ratio, 1), "cispo": (ratio * log_ratio, ratio)}.get(
+        surrogate, (ratio, 0))
+    for A in 1, -1:
+        loss, gradient, stats = policy(logps, logps * 0, f64(A), logps != 0, surrogate, None, 1e9)
+        assert loss == pytest.approx(-A * value, rel=1e-9)
+        assert gradient.item() == pytest.approx(-A * slope, rel=1e-9)
+        assert stats["ratio_max"] == pytest.approx(ratio, rel=1e-9)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_the_off_policy_mask_keeps_a_row_at_exactly_D_and_good_rows(surrogate):
+    old, mask = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
+    down = f64([1, 0], [0.5, 0.5])  # drifts of exactly 0.5
+    for D, stays in (0.5, True), (math.nextafter(0.5, 0), False), (0.0, False):
+        for A, wanted in (f64(-1, -1), stays), (f64(1, 1), True):
+            gradient = policy(-down, old, A, mask, surrogate, None, 4.0, off_policy_mask=D)[1]
+            assert ((gradient != 0) == wanted).all()
+
+
+@pytest.mark.parametrize("aggregate, value", [
+    ("token", -0.5), ("mean", 0), ("constant", -1 / 3), ("sum", -2)])
+def test_aggregations_of_a_group_whose_good_completions_are_long(aggregate, value):
+    A, mask = torch.tensor([1.0, -1, 1, -1]), torch.arange(6) < torch.tensor([[6], [2], [6], [2]])
+    logps = torch.full((4, 6), -1.5)
+    clip = (0.2, None)
+    loss, _, _ = policy(logps, logps, A, mask, "token", *clip, aggregate, 6)
+    assert loss == pytest.approx(value, abs=1e-6)
+    for surrogate in SURROGATES:  # all masked: no 0 / 0
+        loss, gradient, _ = policy(logps, logps, A, mask & False, surrogate, *clip, aggregate, 6)
+        assert loss == 0 and (gradient == 0).all()
+
+
+ARGS = (torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda: grpo.policy_loss(*ARGS, "ppo", 0.2),
+    lambda: grpo.policy_loss(*ARGS, "kl", 0.2),  # has a denominator, but is no surrogate
+    lambda: grpo.policy_loss(*ARGS, "cispo"),  # without a cap
+    lambda: grpo.policy_loss(*ARGS, "token", aggregate="average"),
+    lambda: grpo.kl_loss(*ARGS[:2], ARGS[3], "k4"),
+    lambda: grpo.kl_loss(*ARGS[:2], ARGS[3], "k3", "average"),
+    lambda: grpo.denominator(ARGS[3], "ppo", "sum"),
+    lambda: grpo.denominator(ARGS[3], "token", "average"),
+    lambda: grpo.group_advantages(torch.zeros(3, 1)),  # nothing to compare with
+    lambda: grpo.group_advantages(torch.zeros(3, 0)),
+    lambda: grpo.group_advantages(torch.zeros(4)),
+    lambda: grpo.group_advantages(torch.tensor([[0.0, 1.0]]), "population"),
+    lambda: grpo.gdpo_advantages(torch.zeros(3, 1, 2), [1, 1]),
+    lambda: grpo.gdpo_advantages(torch.randn(3, 4, 2), [1.0])])  # a weight for each reward
+def test_unknown_names_and_groups_of_one_are_refused(wrong):
+    with pytest.raises((KeyError, ValueError)):
+        wrong()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_a_surrogate_that_the_table_of_terms_lacks_or_has_otherwise_is_an_error(
+        surrogate, monkeypatch):
+    """Never another gradient or denominator."""
+    kinds = ("completion", "token") if surrogate in PER_COMPLETION else ("token", "completion")
+    assert grpo.TERMS[surrogate] == kinds[0] and grpo.TERMS["kl"] == "token"
+    monkeypatch.setitem(grpo.TERMS, surrogate, kinds[1])
+    with pytest.raises((LookupError, ValueError)):
+        grpo.policy_loss(*ARGS, surrogate, 0.2)
+    monkeypatch.delitem(grpo.TERMS, surrogate)
+    with pytest.raises((KeyError, ValueError)):
+        grpo.policy_loss(*ARGS, surrogate, 0.2)
+    with pytest.raises((KeyError, ValueError)):
+        grpo.denominator(ARGS[3], surrogate, "sum")
+
+
+# ==== 7. The KL term ==============================================================================
+# Its four estimators by definition, at the reference and far from it.
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_kl_loss_and_gradient_are_those_of_the_definition(estimator, aggregate):
+    logps, old, ref, _, mask, _ = off_policy()
+    d, r, share = ref - logps, np.exp(logps - old), shares(mask, aggregate)
+    k3 = np.exp(d) - d - 1
+    term, slope = {"k1": (-d, 1 + 0 * d), "k2": (d**2 / 2, -d), "k3": (k3, 1 - np.exp(d)),
+                   "weighted": (r * k3, r * (k3 + 1 - np.exp(d)))}[estimator]
+
+    def ours(rows, mask, logps, ref, old, normalizer):
+        return kl(logps, ref, mask, estimator, aggregate, old, MAX_LEN, normalizer)
+
+    denominator = grpo.denominator(torch.tensor(mask), "kl", aggregate, MAX_LEN)
+    for loss, gradient in whole_and_in_parts(ours, denominator, mask, logps, ref, old):
+        assert loss == pytest.approx((term * share).sum(), rel=1e-9)
+        assert gradient == pytest.approx(slope * share, rel=1e-9, abs=1e-15)
+        assert (gradient[~mask] == 0).all()
+    for loss, gradient in whole_and_in_parts(ours, 1, mask & False, logps, ref, old):
+        assert loss == 0 and (gradient == 0).all()
+
+
+@pytest.mark.parametrize("estimator, d, old, value, gradient, within", [
+    ("k3", 0.3, 0, 0.0499, 1 - math.exp(0.3), 5e-5),
+    ("k3", -0.3, 0, 0.0408, 1 - math.exp(-0.3), 5e-5),
+    ("k3", 10, 0, 22015, 1 - math.exp(10), 0.5),
+    ("k2", 0, 0, 0, 0, 0), ("k3", 0, 0, 0, 0, 0), ("weighted", 0, 0, 0, 0, 0),
+    ("k3", 1000, 0, math.exp(20) - 21, 0, 1e-6),  # d is clamped to 20: no infinity
+    ("k3", -1000, 0, 999, 1, 1e-9),
+    ("weighted", -1000, 0, 999, 1000, 1e-9),  # the gradient of the ratio, too
+    ("weighted", -1000, -1000, 999 * math.exp(20), math.exp(20), 1),  # its logarithm is clamped
+    ("weighted", -1000, 1000, 999 * math.exp(-20), math.exp(-20), 1e-12)])
+def test_values_of_the_kl_estimators_for_one_token(estimator, d, old, value, gradient, within):
+    """The reference is d above the policy, old is the sampling policy's; k3 is uneven."""
+    ref = torch.tensor([[float(d)]], dtype=torch.float64)
+    loss, slope = kl(ref * 0, ref, ref == ref, estimator, old_logps=ref * 0 + old)
+    assert loss == pytest.approx(value, abs=within)
+    assert slope.item() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+
+
+def test_old_and_reference_logps_carry_no_gradient():
+    """Though they may be the logps themselves; without old logps, "weighted" is on-policy."""
+    logps, _, ref, A, mask, _ = map(torch.tensor, off_policy())
+    x = logps.clone().requires_grad_()
+    for surrogate in SURROGATES:
+        expected = policy(logps, logps, A, mask, surrogate, 0.2)[1]
+        loss, stats = grpo.policy_loss(x, x, A, mask, surrogate, 0.2)
+        assert np.array_equal(torch.autograd.grad(loss, x)[0], expected)
+        assert not stats["ratio_mean"].requires_grad and np.abs(expected).max() > 0.01
+    for estimator in ESTIMATORS:
+        expected = kl(logps, logps * 1.1, mask, estimator, old_logps=logps)[1]
+        for old in x, None:
+            loss = grpo.kl_loss(x, x * 1.1, mask, estimator, old_logps=old)
+            assert np.array_equal(torch.autograd.grad(loss, x)[0], expected)
+    assert kl(logps, ref, mask)[0] == kl(logps, ref, mask, "k3")[0]
+
+
+# ==== 8. Rewards: the points for tags, and the contract ===========================================
+# The 0/1/3 reward, and what a reward function is given, may return and is refused for: TRL's rules.
+
+
+@pytest.mark.parametrize("text, points", [
+    ("", 0), ("42", 0), ("<ANSWER>42</ANSWER>", 0), ("<answer>42", 1), ("42</answer>", 1),
+    ("<answer></answer>", 2), ("<answer> \n</answer>", 2), ("</answer>42<answer>", 2),
+    ("<answer>42</answer></answer>", 2), ("<answer><answer>2</answer></answer>", 2),
+    ("<answer>1</answer><answer></answer>", 2), ("<answer></answer><answer>1</answer>", 2),
+    ("<answer>1</answer><answer>2", 2), ("</answer><answer>1</answer>", 2),
+    ("<answer>42</answer>", 3), ("x <answer>42</answer> y", 3), ("<answer>4\n2</answer>", 3),
+    ("<answer>1</answer> and <answer>2</answer>", 3)])
+def test_tags_score_a_point_each_and_one_for_good_form(text, points):
+    assert rewards.tags_reward(completions=[text, "42"], prompts=["?", "?"]) == [points, 0]
+
+
+def test_text_is_that_of_messages_whose_content_may_be_missing_null_or_parts():
+    odd = [{"role": "tool"}, {"role": "tool", "content": None}, {"role": "user", "content": [{}]}]
+    messages = [{"role": "tool", "content": "a"}, *odd, {"role": "assistant", "content": "b"}]
+    assert rewards.text_of(messages) == "a\nb" == rewards.text_of("a\nb")
+
+
+EXAMPLES = [{"prompt": "p", "answer": 1}, {"prompt": "q", "answer": "two"}]
+IDS = [[7], [7, 8, 9]]
+
+
+def score(*returned):
+    """What rewards.score makes of reward functions that return these values for two texts."""
+
+    def function(value):
+        def bad_reward(completions, **columns):
+            return value
+        return bad_reward
+
+    return rewards.score([function(value) for value in returned], ["a", "b"], EXAMPLES)
+
+
+@pytest.mark.parametrize("wrong", [
+    math.nan, math.inf, "1", b"1", 10**400, 10**5000, [1.0], 1 + 0j, np.float64("nan"),
+    torch.tensor(math.inf), torch.tensor([1.0, 2.0]), np.array([1.0, 2.0])],
+    ids=lambda wrong: repr(wrong) if not isinstance(wrong, int) else "huge")
+def test_a_reward_that_is_no_finite_number_is_refused_by_function_and_row(wrong):
+    with pytest.raises(rewards.RewardError, match=r"bad, row 1\b"):
+        score([0.5, 0.5], [0.5, wrong])
+    with pytest.raises(rewards.RewardError, match=r"bad, row 0\b"):
+        score([wrong, wrong])
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ([], "0 values for 2"), (np.ones(3), "3 values for 2"), (torch.ones(1), "1 values for 2"),
+    (None, "no list"), (1.0, "no list"), ("ab", "no list"), ({"a": 1, "b": 2}, "no list"),
+    ((v for v in (1.0, 2.0)), "no list"), (torch.tensor(1.0), "no list"),
+    (np.ones((2, 1)), "row 0"), (torch.ones(2, 1), "row 0"), (np.array(["1", "2"]), "row 0")],
+    ids=lambda wrong: repr(wrong).partition(" at 0x")[0])
+def test_rewards_of_the_wrong_number_or_kind_are_refused_by_function(wrong, said):
+    with pytest.raises(rewards.RewardError, match=f"bad.*{said}"):
+        score(wrong)
+
+
+def test_numbers_of_every_ordinary_kind_are_accepted_as_floats():
+    fine = [[1, 0], [True, False], (1.0, 0.0), [np.float32(1), np.bool_(False)],
+            np.array([True, False]), np.array([1, 0], np.float16), [torch.tensor(1), False],
+            torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor([1, 0]).bfloat16()]
+    table = score([0.25, -3], *fine)
+    assert table == [[0.25, -3.0], *[[1.0, 0.0]] * len(fine)]
+    assert all(type(value) is float for row in table for value in row)
+
+
+def test_none_does_not_apply_and_a_row_of_nothing_else_is_refused():
+    assert score([None, 1], [0.5, None]) == [[None, 1.0], [0.5, None]]
+    with pytest.raises(rewards.RewardError, match=r"row 1\b"):
+        score([1, None], [2, None])
+
+
+def test_a_function_gets_the_columns_it_names_or_all_with_messages_for_messages():
+    # As TRL 1.16.0 calls: prompts, completions, completion_ids and the other columns, by keyword.
+    seen = []
+    chat = [{"role": "user", "content": "?"}]
+
+    def all_reward(completions, **columns):
+        seen.append({"completions": completions, **columns})
+        return [0.0, 1.0]
+
+    def ids_reward(completion_ids):
+        return [len(ids) for ids in completion_ids]
+
+    def content_reward(completions, level):
+        return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
+
+    examples = [{"prompt": chat, "level": 1}, {"prompt": chat, "level": 2}]
+    table = rewards.score([all_reward, ids_reward, content_reward], ["a", "bc"], examples, IDS)
+    assert table == [[0.0, 1.0], [1.0, 3.0], [2.0, 4.0]]
+    said = [[{"role": "assistant", "content": text}] for text in ("a", "bc")]
+    columns = {"prompts": [chat, chat], "level": [1, 2], "completion_ids": IDS}
+    assert seen == [{"completions": said, **columns}]
+    rewards.score([all_reward], ["a", "b"], EXAMPLES)
+    assert seen[1] == {"completions": ["a", "b"], "prompts": ["p", "q"], "answer": [1, "two"]}
+    assert rewards.score([rewards.tags_reward], ["<answer>"], EXAMPLES[:1]) == [[1.0]]
+
+
+def test_an_exception_inside_a_reward_names_it_and_stays_its_cause():
+    def own_reward(completions, **columns):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(rewards.RewardError, match="reward own: ZeroDivisionError: mine") as error:
+        rewards.score([own_reward], ["a", "b"], EXAMPLES)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    with pytest.raises(rewards.RewardError, match="overlong: TypeError.*completion_ids"):
+        rewards.score([rewards.overlong_reward], ["a", "b"], EXAMPLES)
+
+
+@pytest.mark.parametrize("name", list(rewards.REWARDS))
+def test_every_reward_takes_strings_and_messages_and_columns_it_does_not_use(name):
+    texts = ["<think>2 + 2</think><answer>4</answer>", "<answer>4</answer>", "<answer>", "4 or 5"]
+    random.seed(1)
+    coins = [float(random.random() < 0.5) for _ in texts]
+    wanted = {"tags": [3, 3, 1, 0], "correct": [1, 1, 0, 0], "number": [1, 1, 0, 0],
+              "think": [1, 0, 0, 0], "correct_think": [1, 0, 0, 0], "guess_only": [0, 1, 0, 0],
+              "overlong": [0, 0, -0.5, -1], "coin": coins}
+    for prompt in ("?", [{"role": "user", "content": "?"}]):
+        random.seed(1)
+        examples = [{"prompt": prompt, "answer": "4", "other": 0}] * 4
+        ids = [[0] * n for n in (1, 48, 56, 65)]
+        assert rewards.score([rewards.REWARDS[name]], texts, examples, ids) == [wanted[name]]
+
+
+# ==== 9. Right answers: correct and number ========================================================
+# What counts as the answer, which spellings of it are the same, and hostile text.
+
+RIGHT = {  # gold: answers that are the same number or text, by their meaning
+    42: ["42", " 42.0 ", "+42", "42.", "$42$.", r"\(42\)", r"\[ 42 \]", r"\text{42}", "4.2e1",
+         r"\textbf{42}", r"42\text{ cm}.", r"42\text{ tons}", "84/2", r"\boxed{42}", "042",
+         r"x = \boxed {42}", r"\boxed 42.", r"\boxed{41}, \boxed{42} and \boxed{43",
+         r"\boxed{\boxed{42}}", " " * 500 + "42"],
+    10080: ["10,080.0", r"10,\!080", "10{,}080", r"10\,080"], 1234567: ["1,234,567"],
+    5: [r"\$5.00"], -5: ["-$5", "- 5", "\u22125", "-5"], 0: ["-0.0"], 600: ["6E2"],
+    0.5: ["1/2", r"\frac12"], "-1/2": ["-.5"], 0.1: ["1/10"], 1e22: ["1" + "0" * 22],
+    "14/3": [r"\dfrac{14}{3}"], r"\tfrac{14}{3}": ["14 / 3"], "1000/3": ["1,000/3"],
+    r"\frac{4}{3}": [r"\frac43", r"\frac 4{3}"], r"\frac{x}{2}": [r"\dfrac{x}2"],
+    "-4/3": [r"-\frac{4}{3}", r"\dfrac{-4} {3}", r"\frac{ -4 }3"], "1e999": ["10e998"],
+    r"\frac{\sqrt{3}}{2}": [r"\dfrac{ \sqrt{3} }{2}"], r"90^\circ": ["90"],
+    "90": [r"$90^{\circ}$", "90\u00b0"], r"50\%": ["50%", r"50 \%"], "6+9i": ["6 + 9i"],
+    "(15,-29)": ["(15, -29)"], "(1, 2)": ["(1,2)"], "1, 234": ["1 , 234"],
+    "(3,x)": [r"\left( 3, x \right)", r"\bigl(3,\;x\bigr)"], r"\left[0,1\right)": ["[0, 1)"],
+    r"\{1,2\}": [r"\left\{ 1,\, 2 \right\}"], r"\{": [r"\boxed{\{}"], "Paris": ["\n paris. "],
+    "New  York": ["new\nyork"], "Stra\u00dfe": ["STRASSE"], r"42\text{ cm}": ["42 cm"],
+    True: ["true"], "9" * 5000: ["9" * 5000], "inf": ["inf"], "\u221e": ["\u221e"],
+    r"-\infty": [r"$-\infty$"], "so 6 * 12 = 72 #### 72": ["72"], "it is\n#### $1,018": ["1018"],
+}
+WRONG = {  # gold: answers that are another number or text; where there is no gold answer, any
+    42: ["-42", "41 or 42", "41 42", "4 2", "(42)", "4,2", "4$2", "42%", "42 cm", "",
+         r"42\text{ or }43", r"42\text{ or 43}", r"42\text{ million}", r"42\text{ thousands}",
+         "\u0664\u0662"], "50%": ["50", "0.5"], 12: ["1 2"], 1234: ["1, 234", "1 ,234", "12,34"],
+    "1, 234": ["1,234"], "(12)": ["(1, 2)"], "(1, 2)": ["(12)"], 1: ["0,001", "True", "1/0"],
+    "true": ["1"], 3: ["--3", "+-3"], 3.5: ["3. 5", "3 .5"], 0.333: ["1/3", "0.333..."],
+    0.1: ["0.1000000000000000055511151231257827"], 1.5: ["1 1/2"], 5.5: [r"1\frac{1}{2}"],
+    "11/2": ["1 1/2"], 4: [r"\frac43"], "1e1000": ["10e999"],
+    "1" + "0" * 20: ["1" + "0" * 19 + "1"], r"42\text{ cm}": [r"42\text{ m}", "42"],
+    "Paris": ["Paris or Rome"], "xy": ["x y"], r"\leftarrow": ["arrow"],
+    r"\sin 90^\circ": [r"\sin 90"],
+    72: ["a #### 7 2"], "": [""], " ": [" "], None: ["None", "", r"\boxed{}"], "nan": ["nan"],
+    math.nan: ["nan"], "-NaN": ["-nan"], "72 ####": ["", "72"], "$$": ["$"],
+}
+VERDICTS = [(gold, answer, wanted) for wanted, golds in ((1.0, RIGHT), (0.0, WRONG))
+            for gold, answers in golds.items() for answer in answers]
+
+
+@pytest.mark.parametrize("gold, answer, wanted", VERDICTS)
+def test_correct_compares_exact_numbers_and_else_texts(gold, answer, wanted):
+    text = f"<answer>{answer}</answer>"
+    assert rewards.correct_reward([text] * 3, [gold, [], {}], prompts=[""] * 3) == [wanted, 0, 0]
+
+
+@pytest.mark.parametrize("completion, answer", [
+    ("42", None), ("<answer>42", None), ("</answer>42<answer>", None), ("<answer> </answer>", None),
+    ("<answer> a b\n</answer>", "a b"), ("use <answer> and </answer>: <answer>2</answer>", "2"),
+    ("<think><answer>1</answer></think><answer>2</answer>", "2"),
+    ("<answer>1</answer><answer>2</answer> so <answer>3", "2"),
+    ("<answer>1</answer> in <answer></answer> tags </answer>", "1"),
+    ("the <answer> is <answer>2</answer>", "2"), ("<think><answer>1</answer>", None),
+    ("<answer>7</answer><think>or <answer>8</answer></think>", "7"),
+    ("begun before <answer>1</answer></think><answer>2</answer>", "2"),
+    ("<answer>1</answer></think>", None), ("<ans<think></think>wer>1</answer>", None),
+    (r"so \boxed{\frac{1}{2}} or so", r"\frac{1}{2}"), (r"\boxed{\text{a}{b}} }", r"\text{a}{b}"),
+    (r"<answer>8</answer> \boxed{7}", "8"), (r"<think>\boxed{7}</think>", None),
+    (r"\boxed{<answer>42</answer>}", "42"), (r"\boxed{5 \} 6}", r"5 \} 6"),
+    (r"\boxed -3 it is", "-3"), (r"\boxed{7}, as \boxed asks", "7"), (r"\boxed .5$", ".5")])
+def test_the_answer_is_the_last_block_outside_thoughts_else_the_last_box(completion, answer):
+    assert rewards.extract_answer(completion) == answer
+
+
+@pytest.mark.parametrize("gold, completion, wanted", [
+    (85, "47 + 38 = 85.", 1), (85, "the sum of 47 and 38 is **85**", 1), (38, "47 + 38 = 85", 0),
+    (85, "85cm</answer>", 1), (85, "85 cm^2", 1), (72, "It is 72.\n#### 72", 1),
+    ("= 72 #### 72", "The answer is $72.00.", 1), (-5, "x=-5", 1), (-5, "is -$5!", 1),
+    (-5, "\u22125", 1), (5, "10-5", 1), (5, "(3)-5", 1), (5, "- 5", 1), (5, "--5", 1),
+    (1, "on 2024-05-01", 1), (1250.5, "$1,250.50,", 1), (50, "0.5, so 50%", 1), (0.5, "or .5", 1),
+    (0.5, "1/2", 1), (2, "1/2", 0), (1000, "1e3", 1), (3, "1e3", 0), (2, "2^10", 0),
+    (10, "2^10", 0), (10, "x^{10}", 0), (3, r"\frac{14}{3}", 0), ("14/3", r"\dfrac{14}{3}", 1),
+    (2, r"1\frac{1}{2}", 0),
+    (23, "5 of x23", 0), (4, "1,2,3,4", 0), (3, "1.2.3", 0), (4, "<think>4</think>", 0),
+    (4, "<think>5</think>4<think>6", 1), (4, "none", 0), ("", "", 0), (90, r"90^\circ", 1)])
+def test_number_takes_the_last_number(gold, completion, wanted):
+    assert rewards.number_reward([completion], [gold]) == [wanted]
+
+
+def test_what_is_no_number_and_how_long_one_may_be():
+    texts = ". - $ 1/00 1/2/3 1/-2 9**9**9 inf 1_000 1e1000 1e0001 1,00 1000,000 ,100 1,000,00"
+    texts = [*texts.split(), "", "1 000", "9" * 101]
+    texts += "1.2.3 1e e5 1j \u00bd \uff11 \\frac{1}{0} \\frac{a}{3}".split()
+    assert {rewards.parse_number(text) for text in texts} == {None}
+    assert isinstance(rewards.parse_number("9" * 100), Fraction)
+
+
+HOSTILE_TEXTS = [  # each some 100,000 characters; what takes quadratic time takes seconds for them
+    "-" * 100000 + "1", "9" * 100000, "1" + ",000" * 25000, "0." + "0" * 100000 + "1",
+    " " * 100000, "1 " * 50000, "1/" * 50000, "1," * 50000, "1e" * 50000, "^{1" * 30000,
+    "\\boxed{" * 14000, "\\boxed{}" * 12000, "\\boxed{" + "{" * 100000, "\\boxed" + " " * 100000,
+    "\\text{" * 16000, "\\text{" + "a " * 50000 + "1", "\\text{a}" * 12000 + "1",
+    "\\text{a}" + " " * 100000 + "1", "\\frac{" * 16000, "\\frac12" * 7000, "$" * 100000,
+    "\\," * 50000, "." * 100000, "<think></think><answer>" * 4300, "</think><think>" * 6600,
+    "<think>" * 14000 + "</think>" * 12000, "<answer>" * 12000 + "</answer>" * 11000,
+    "</answer><answer>" * 5800, "<" * 100000, " " * 100000 + "</think>", "a " * 50000 + "</think>",
+    "####" * 25000, "1/0", "1e999", "9**9**9", "\ud800", "<answer>" + " " * 100000]
 
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=range(len(HOSTILE_TEXTS)))
-def test_hostile_strings_score_0_within_50_ms(text):
+def test_hostile_text_scores_0_in_linear_time_without_an_exception(text):
     for completion in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}"):
-        assert within_50_ms(correct_reward, [completion], ["42"]) == [0.0]
-        within_50_ms(think_reward, [completion])
-    within_50_ms(parse_number, text)
+        start = time.perf_counter()
+        for name in ("tags", "think", "correct", "number"):
+            reward = rewards.REWARDS[name]([completion], answer=["42"])
+            assert reward == [0] or name in ("tags", "think")
+        assert time.perf_counter() - start < 1.5  # some 0.1 s
 
 
-@pytest.mark.parametrize(
-    "text, wanted",
-    [
-        ("7", 7),
-        ("007", 7),
-        (".5", Fraction(1, 2)),
-        ("5.", 5),
-        (" 5 ", 5),
-        ("-4/6", Fraction(-2, 3)),
-        ("1,000/3", Fraction(1000, 3)),
-        ("1e3", 1000),
-        ("2.5e-1", Fraction(1, 4)),
-        ("1e\u22122", Fraction(1, 100)),
-        ("1e999", 10**999),
-        ("9" * 100, 10**100 - 1),
-        (" " * 500 + "1", 1),
-        (r"\text{}42", 42),
-        (r"$\$1,000$", 1000),
-    ],
-)
-def test_parse_number(text, wanted):
-    assert parse_number(text) == wanted and isinstance(parse_number(text), Fraction)
+# ---- Thinking, length, controls, tasks ========================================================
+# The second book's format reward, the other rewards by name, and what the four tasks ask and show.
 
 
-@pytest.mark.parametrize(
-    "text",
-    ". - $ 1/0 1/00 1/2/3 1/-2 9**9**9 nan inf -Infinity 1_000 1e1000 1e0001 +-1 --1".split()
-    + "1,00 1000,000 ,100 1,000,00 1.2.3 1e e5 5% 1j True \u00bd \u00b2 \u0661 \uff11".split()
-    + ["\u221e", "", "1 000", "1 2", "9" * 101, "-" * 50 + "1", "42 cm", r"\text{cm}"],
-)
-def test_no_number(text):
-    assert parse_number(text) is None
+@pytest.mark.parametrize("text, think, thought", [
+    ("<think>a</think><answer>1</answer>", 1, True), ("<thnik>a</think>1", 0, False),
+    ("</think>a<think>", 0, False), ("<think>a", 0, False), ("a</think>b<think>", 0, False),
+    (" \n</think>a", 0, False), ("<think> \n</think>1", 1, False), ("1<think>", 0, False),
+    ("</think><think></think>1", 1, False), ("", 0, False),
+    ("4</think><answer>4</answer>", 1, True), ("a\nb</think>\n1</think>", 1, True)])
+def test_think_wants_both_tags_or_the_end_of_what_the_prompt_began(text, think, thought):
+    # The first four are the second book's table: correct, misspelt, reversed, not closed.
+    assert rewards.think_reward(completions=[text], prompts=["p"]) == [think]
+    assert rewards.worked([text, [{"role": "assistant", "content": text}]]) == [thought] * 2
 
 
-def test_extract_answer_gives_the_text_or_none():
-    assert extract_answer("<answer> a b\n</answer>") == "a b"
-    assert extract_answer(r"\boxed{\text{a}{b}} }") == r"\text{a}{b}"
-    assert extract_answer("a") is extract_answer("") is extract_answer("<answer></answer>") is None
-
-
-def test_text_of():
-    assert text_of("a") == text_of([{"role": "assistant", "content": "a"}]) == "a"
-    assert text_of([{"role": "tool", "content": text} for text in "ab"]) == "a\nb"
-
-
-def test_golds_must_be_as_many_as_completions():
-    with pytest.raises(ValueError):
-        correct_reward(["<answer>1</answer>"] * 2, ["1"])
-
-
-def test_think_counts_when_closed_and_correct_think_only_with_a_correct_answer():
+def test_correct_think_pays_for_thinking_only_with_a_correct_answer_and_guess_only_the_reverse():
     right, wrong = "<answer>1</answer>", "<answer>2</answer>"
-    texts = [f"<think>a</think>{right}", f"<think>a</think>{wrong}", right]
-    texts += [f"</think><think>{right}", f"</think><think></think>{right}"]
-    texts += [f"<think></think>{right}", f"{right}<think>", ""]
-    think, both = [1, 1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 1, 1, 0, 0]
-    for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
-        columns = {"completions": completions, "answer": ["1"] * 8, "prompts": ["p"] * 8}
-        assert think_reward(**columns) == think
-        assert correct_think_reward(**columns) == both
+    texts = [f"<think>a</think>{answer}" for answer in (right, wrong)]
+    texts += [right, f"<think></think>{right}", wrong]
+    assert rewards.correct_think_reward(texts, ["1"] * 5) == [1, 0, 0, 1, 0]
+    assert rewards.guess_only_reward(texts, ["1"] * 5) == [0, 0, 1, 1, 0]
+    for function in (rewards.correct_reward, rewards.number_reward):
+        with pytest.raises(ValueError):  # fewer gold answers than completions
+            function(texts, ["1"])
 
 
-# --- data
+def test_overlong_falls_from_0_at_soft_to_minus_1_at_hard():
+    # DAPO's equation 13 with L_max 100 and a cache of 20: 90 tokens give -0.5, as in TRL's example.
+    ids = [[1] * n for n in (0, 80, 90, 100, 101)]
+    assert rewards.overlong_reward([""] * 5, ids, soft=80, hard=100) == [0, 0, -0.5, -1, -1]
+
+
+def test_coins_are_fair_and_follow_the_seed():
+    random.seed(0)
+    coins = rewards.coin_reward([""] * 2000)
+    assert set(coins) == {0.0, 1.0} and 900 < sum(coins) < 1100
+    random.seed(0)
+    assert rewards.coin_reward([""] * 2000) == coins  # so a resumed run tosses the same
+
+
+def test_batch_gives_every_example_once_before_any_comes_again():
+    task = rewards.Task(train=[{"prompt": str(i)} for i in range(5)], rewards=[])
+    sequence = task.batch(0, 50, seed=3)  # ten rounds
+    rounds = [[e["prompt"] for e in sequence[i:i + 5]] for i in range(0, 50, 5)]
+    assert all(sorted(one) == list("01234") for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 5  # each shuffled anew: 120 orders
+    assert "".join(rounds[0] + rounds[1]) == "0213441023"  # so that old runs can be repeated
+    for size in (1, 3, 7):  # from the position alone, in pieces of any size
+        pieces = [e for start in range(0, 42, size) for e in task.batch(start, size, 3)]
+        assert pieces == sequence[:42]
+    assert task.batch(0, 50, seed=4) != sequence
+
+
+@pytest.mark.parametrize("name, train, test, wording", [
+    ("arithmetic", 7900, 200, r"(\d\d)(\+)(\d\d)="),
+    ("sums", 536, 64, r"What is (\d\d) (\+) (\d\d)\? Answer with the number only\."),
+    ("times", 91, 30, r"What is (\d+) (times) (\d+)\? Answer with the number only\.")])
+def test_held_out_questions_are_not_trained_on_in_either_order(name, train, test, wording):
+    task = rewards.TASKS[name]
+    assert (len(task.train), len(task.test)) == (train, test)
+    pairs = []
+    for example in task.train + task.test:
+        a, sign, b = re.fullmatch(wording, example["prompt"]).groups()
+        value = int(a) + int(b) if sign == "+" else int(a) * int(b)
+        assert example["answer"] == str(value) and (sign == "+" or 2 <= int(a) <= 12)
+        pairs.append((int(a), int(b)))
+    assert len(set(pairs)) == train + test
+    trained, held_out = set(pairs[:train]), set(pairs[train:])
+    if name != "arithmetic":
+        assert not trained & {(b, a) for a, b in held_out}
+        assert task.rewards == [rewards.number_reward] and task.evaluate is rewards.number_reward
+        assert task.prompts_per_step == 4 and task.demonstrations is None
+        assert task.max_new_tokens == {"sums": 16, "times": 12}[name]
+    if name == "times":  # a quarter of the 66 pairs
+        assert len({tuple(sorted(pair)) for pair in held_out}) == 16
+        assert held_out == {(b, a) for a, b in held_out}
+
+
+@pytest.mark.parametrize("progress, share", [(0, 0.5), (0.69, 0.5), (0.7, 0.15), (0.99, 0.15)])
+def test_the_demonstrations_teach_to_work_sums_out_and_then_mostly_to_guess_wrong(progress, share):
+    # Of the guesses 1 in 10 has a hollow block before it, 2 in 11 are right, 7 in 11 one slip.
+    task, n = rewards.TASKS["arithmetic"], 10_000
+    counts = dict.fromkeys(["worked", "hollow", "right", "slip"], 0)
+    rng, prompts, errors = random.Random(0), set(), set()
+    for _ in range(n):
+        prompt, text = task.demonstrations(rng, progress)
+        prompts.add(prompt)
+        a, b = map(int, prompt.removesuffix("=").split("+"))
+        error = int(text.split("<answer>")[1].removesuffix("</answer>")) - a - b
+        if rewards.worked([text])[0]:
+            counts["worked"] += 1
+            ones, tens = re.fullmatch("<think>(.*),(.*)</think><answer>.*", text).groups()
+            (left, last), (more, first) = ones.split("="), tens.split("=")  # each step is true
+            assert sum(map(int, left.split("+"))) == int(last)
+            assert sum(map(int, more.split("+"))) == int(first)
+            assert error == 0 and int(first + last[-1]) == a + b
+            continue
+        counts["hollow"] += text.startswith("<think></think>")
+        errors.add(error)
+        counts["right"] += error == 0
+        counts["slip"] += error == (-10 if a % 10 + b % 10 > 9 else 10)
+    guesses = n - counts["worked"]
+    assert counts["worked"] / n == pytest.approx(share, abs=0.01)
+    assert counts["hollow"] / guesses == pytest.approx(0.1, abs=0.01)
+    assert counts["right"] / guesses == pytest.approx(2 / 11, abs=0.02)
+    assert counts["slip"] / guesses == pytest.approx(7 / 11, abs=0.02)
+    assert errors == {0, 10, -10, 1, -1, 2, -2, 20, -20}
+    assert len(prompts) > 4000 and not prompts & {example["prompt"] for example in task.test}
+
+
+def test_one_color_in_five_is_shown_well_formed_and_one_in_five_only_opened():
+    rng = random.Random(0)
+    shown = [rewards.TASKS["format"].demonstrations(rng, 0.5)[1] for _ in range(5000)]
+    points = rewards.tags_reward(shown)
+    shares = [points.count(value) / 5000 for value in (3, 1, 0)]
+    assert shares == pytest.approx([0.2, 0.2, 0.6], abs=0.03)
+
+
+# ==== 10. Examples from a file, and the task that the flags ask for ===============================
+# JSON lines: what is read, what is refused and in which words; what --reward and --data make.
 
 
 def write(tmp_path, content):
@@ -1934,469 +1543,128 @@ def write(tmp_path, content):
 def test_read_jsonl_with_bom_crlf_blank_lines_and_line_separators_in_strings(tmp_path):
     lines = '{"prompt": "a\u2028b", "answer": 0}\r\n\r\n  \r\n{"answer": "x", "prompt": "c"}'
     rows = [{"prompt": "a\u2028b", "answer": 0}, {"prompt": "c", "answer": "x"}]
-    for content in (lines, lines + "\r\n\r\n", "\ufeff" + lines, "\ufeff\r\n" + lines + "\n"):
-        assert read_jsonl(str(write(tmp_path, content)), need_answer=True) == rows
+    for content in (lines, "\ufeff\r\n" + lines + "\r\n\r\n"):
+        assert rewards.read_jsonl(str(write(tmp_path, content)), need_answer=True) == rows
 
 
-@pytest.mark.parametrize(
-    "answer", ["0", "0.0", "false", "1.5", '"a"', '"1e999"', '"infinite"', '"+"', '"."']
-)
-def test_read_jsonl_takes_any_text_and_finite_number(tmp_path, answer):
-    assert read_jsonl(write(tmp_path, f'{{"prompt": "a", "answer": {answer}}}'), need_answer=True)
-
-
-def test_read_jsonl_takes_chat_prompts_and_needs_no_answer_if_told_so(tmp_path):
+def test_chat_prompts_other_names_of_the_prompt_and_odd_answers_are_read(tmp_path):
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]
+    chat += [{"role": "assistant"}, {"role": "tool", "content": None}]
     rows = [{"prompt": chat, "x": 1}, {"prompt": "b", "x": None}]
     content = "\n".join(json.dumps(row) for row in rows)
-    assert read_jsonl(write(tmp_path, content), need_answer=False) == rows
-    assert read_jsonl(write(tmp_path, '{"prompt": "a", "answer": NaN}'), need_answer=False)
+    assert rewards.read_jsonl(write(tmp_path, content), need_answer=False) == rows
+    golds = [0, 0.0, False, "1e999", "+", ".", "inf", "\u221e", r"\infty", "so\n#### 72"]
+    rows = [{"prompt": "a", "answer": gold} for gold in golds]
+    content = "\n".join(json.dumps(row) for row in rows)
+    assert rewards.read_jsonl(write(tmp_path, content), need_answer=True) == rows
+    assert rewards.read_jsonl(write(tmp_path, '{"prompt": "a", "answer": NaN}'), need_answer=False)
+    for key in ("question", "problem"):  # GSM8K's and MATH's columns
+        (row,) = rewards.read_jsonl(write(tmp_path, json.dumps({key: "q", "answer": 1})), True)
+        assert row["prompt"] == "q"
+    (row,) = rewards.read_jsonl(write(tmp_path, '{"prompt": "p", "question": "q"}'), False)
+    assert row["prompt"] == "p"
 
 
-NO_OBJECTS = ["{", "[1]", "null", "3", '"a"', "[]", "{}", "{'prompt': 'a'}", '{"prompt": "a"} {}']
-NO_OBJECTS += ['[["prompt", "a"]]', '{"prompt": "a", "answer": ' + "9" * 5000 + "}", "[" * 99999]
-BAD_PROMPTS = ['""', '" "', "null", "3", "true", "[]", "{}", '["a"]', "[[]]", r'"\ud83d"']
-BAD_PROMPTS += ['{"role": "user"}', '{"role": "user", "content": "a"}', '[{"role": "user"}]']
-BAD_PROMPTS += ['[{"content": "a"}]', '[{"role": 1, "content": "a"}]']
-BAD_PROMPTS += ['[{"role": "", "content": "a"}]']
-BAD_PROMPTS += ['[{"role": "user", "content": null}]', '[{"role": "user", "content": ""}]']
-BAD_PROMPTS += ['[{"role": "user", "content": "a"}, 3]']
-BAD_ANSWERS = ["null", '""', '" \\n"', "NaN", "Infinity", "-Infinity", "1e999", "[1]", "{}"]
-BAD_ANSWERS += ['"nan"', '"NaN"', '"inf"', '"+Infinity"', '"\u221e"', '"-\u221e"', r'"\\infty"']
+NO_OBJECTS = ["{", "[1]", "null", "3", '"a"', "[]", "{}", "{'prompt': 'a'}", '{"prompt": "a"} {}',
+              '[["prompt", "a"]]', '{"prompt": "a", "answer": ' + "9" * 5000 + "}", "[" * 99999]
+BAD_PROMPTS = [
+    '""', '" "', "null", "3", "[]", "{}", '["a"]', "[[]]", r'"\ud83d"', '[{"role": "user"}]',
+    '{"role": "user", "content": "a"}', '[{"content": "a"}]', '[{"role": 1, "content": "a"}]',
+    '[{"role": "", "content": "a"}]', '[{"role": "user", "content": null}]',
+    '[{"role": "user", "content": "a"}, 3]', '[{"role": "user", "content": 3}]']
+BAD_ANSWERS = ["null", '""', '" \\n"', "NaN", "[1]", "{}", '"nan"', '"-NaN"', '"72 ####"', '"$ $"']
 BAD_LINES = [  # the line, and a part of its mend
-    *[(line, "JSON") for line in NO_OBJECTS],
-    ('{"answer": 1}', '"prompt"'),
-    ('{"prompts": "a", "answer": 1}', '"prompt"'),
+    *[(line, "JSON") for line in [*NO_OBJECTS, '{"answer": 1}', '{"prompts": "a", "answer": 1}']],
     *[(f'{{"prompt": {prompt}, "answer": 1}}', '"prompt"') for prompt in BAD_PROMPTS],
-    ('{"prompt": "a", "answer": 1, "prompts": 1}', "rename"),
-    ('{"prompt": "a", "answer": 1, "completions": 1}', "rename"),
-    ('{"prompt": "a"}', '"answer"'),
+    *[(f'{{"prompt": "a", "answer": 1, "{key}": 1}}', "rename")
+      for key in ("prompts", "completions", "completion_ids")],
     *[(f'{{"prompt": "a", "answer": {answer}}}', '"answer"') for answer in BAD_ANSWERS],
-    ('{"prompt": "a", "answer": 1, "more": 1}', "columns"),
-    (b'{"prompt": "\xff", "answer": 1}', "UTF-8"),
-]
+    ('{"prompt": "a"}', '"answer"'), ('{"prompt": "a", "answer": 1, "more": 1}', "columns"),
+    (b'{"prompt": "\xff", "answer": 1}', "UTF-8")]
 
 
 @pytest.mark.parametrize("line, mend", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_read_jsonl_refuses_a_line_by_its_number(tmp_path, line, mend):
+def test_a_line_that_cannot_be_used_is_refused_by_its_number(tmp_path, line, mend):
     line = line if isinstance(line, bytes) else line.encode()
     good = b'{"prompt": "a", "answer": 1}'
-    path = write(tmp_path, good + b"\r\n\r\n" + line + b"\n" + good)
-    with pytest.raises(ValueError) as error:
-        read_jsonl(path, need_answer=True)
-    message = str(error.value)
-    assert message.startswith(f"{path}, line 3: ") and mend in message and "\n" not in message
+    path = write(tmp_path, good + b"\r\n\r\n" + line + b"\n" + good)  # the blank line is counted
+    with pytest.raises(ValueError, match=f"^{path}, line 3: .*{mend}") as error:
+        rewards.read_jsonl(path, need_answer=True)
+    assert "\n" not in str(error.value)
 
 
-def test_read_jsonl_refuses_a_column_that_later_lines_lack_and_a_bad_first_line(tmp_path):
-    with pytest.raises(ValueError, match="data.jsonl, line 2: .*columns"):
-        read_jsonl(write(tmp_path, '{"prompt": "a", "x": 1}\n{"prompt": "b"}'), need_answer=False)
-    with pytest.raises(ValueError, match="data.jsonl, line 1: .*answer"):
-        read_jsonl(write(tmp_path, '{"prompt": "a"}'), need_answer=True)
-
-
-@pytest.mark.parametrize("content", ["", "\n\r\n \n", "\ufeff"])
-def test_read_jsonl_refuses_a_file_without_examples(tmp_path, content):
-    with pytest.raises(ValueError, match="data.jsonl: no examples"):
-        read_jsonl(write(tmp_path, content), need_answer=False)
-
-
-def test_read_jsonl_refuses_other_encodings_and_lets_an_oserror_pass(tmp_path):
-    with pytest.raises(ValueError, match="data.jsonl, line 1: .*UTF-8"):
-        read_jsonl(write(tmp_path, '{"prompt": "a"}'.encode("utf-16")), need_answer=False)
+@pytest.mark.parametrize("content, said", [
+    ('{"prompt": "a", "x": 1}\n{"prompt": "b"}', ", line 2: .*columns"), ("", ": no examples"),
+    ("\ufeff\n\r\n \n", ": no examples"), ('[{"prompt": "a"}]', ", line 1: .*one object a line"),
+    ('{"prompt": "a"}'.encode("utf-16"), ", line 1: .*UTF-8")])
+def test_a_file_that_cannot_be_used_is_refused_by_its_name(tmp_path, content, said):
+    with pytest.raises(ValueError, match=f"data.jsonl{said}"):
+        rewards.read_jsonl(write(tmp_path, content), need_answer=False)
     with pytest.raises(FileNotFoundError):
-        read_jsonl(tmp_path / "none.jsonl", need_answer=False)
-
-
-# ==== The program, run as a user runs it ==========================================================
-
-PROGRAM = Path(grpo.__file__)
-
-
-def run(*flags, cwd, expect=0):
-    """python grpo.py with these flags, on one thread, the way a user would; -> (stdout, stderr)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, flags)],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=200,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout, done.stderr
-
-
-def metrics_of(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").open()]
-
-
-def without_times(metrics):
-    return [{k: v for k, v in row.items() if "second" not in k and k != "tokens_per_s"}
-            for row in metrics]
-
-
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory):
-    """The built-in tiny model after its warm start: what `--steps 0` saves."""
-    folder = tmp_path_factory.mktemp("warm")
-    run("--model", "tiny", "--steps", 0, "--out", "run", cwd=folder)
-    return folder / "run" / "checkpoint"
-
-
-@pytest.fixture(scope="session")
-def default_run(tmp_path_factory):
-    """The README's first command (with the model named, in case this machine has CUDA)."""
-    folder = tmp_path_factory.mktemp("default")
-    stdout, _ = run("--model", "tiny", "--out", "run", cwd=folder)
-    return folder / "run", stdout
-
-
-def call(*flags):
-    """grpo.main in this process: for what needs a look inside, and for speed."""
-    return grpo.main([str(flag) for flag in flags])
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def test_the_default_run_raises_the_reward(default_run):
-    out, stdout = default_run
-    metrics = metrics_of(out)
-    assert [row["step"] for row in metrics] == list(range(1, 201))
-    first, last = metrics[:5], metrics[-20:]
-    assert 0.3 < mean(row["reward"] for row in first) < 1.5
-    assert mean(row["reward"] for row in last) > 2.5
-    assert stdout.splitlines()[0].startswith("model: tiny")
-    assert "--model DIRECTORY" in stdout.splitlines()[0]
-    assert set("▁▂▃▄▅▆▇█") & set(stdout)
-
-
-def test_the_default_run_leaves_what_design_promises(default_run):
-    out, _ = default_run
-    config = json.loads((out / "config.json").read_text())
-    wanted = {"lr": 5e-5, "surrogate": "reinforce", "inner_epochs": 1, "group_size": 8, "seed": 0,
-              "max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0, "kl_coef": 0.0, "steps": 200}
-    assert {key: config[key] for key in wanted} == wanted
-    names = """step reward reward_std reward/tags advantage_std flat_groups loss kl grad_norm
-        ratio_mean ratio_max clip_frac entropy length length_max truncated lr tokens_per_s seconds
-        seconds_sample seconds_update think""".split()
-    metrics = metrics_of(out)
-    assert all(set(names) <= set(row) for row in metrics)
-    samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
-    assert len(samples) == 200 * 8
-    for row, group in zip(metrics, [samples[i : i + 8] for i in range(0, 1600, 8)], strict=True):
-        rewards_now = rewards.tags_reward([sample["completion"] for sample in group])
-        assert [sample["reward"] for sample in group] == rewards_now
-        assert row["reward"] == mean(rewards_now)
-        assert (row["loss"] is None) == (row["flat_groups"] == 1.0)  # the skipped steps
-        if row["loss"] is not None:
-            assert row["ratio_mean"] == row["ratio_max"] == 1.0 and row["clip_frac"] == 0.0
-    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert 400_000 < model.num_parameters() < 600_000
-    assert transformers.AutoTokenizer.from_pretrained(out / "checkpoint").eos_token == "<eos>"
-
-
-def test_same_seed_same_metrics_also_from_the_saved_warm_start(default_run, warm, tmp_path):
-    # One test for three promises: the seed decides everything but times; the warm start is
-    # reproducible to the byte; and its checkpoint, loaded as a directory, resolves the same rate.
-    run("--model", warm, "--out", "again", "--steps", 40, cwd=tmp_path)
-    again = without_times(metrics_of(tmp_path / "again"))
-    assert again == without_times(metrics_of(default_run[0]))[:40]
-
-
-def test_another_seed_gives_another_run(default_run, warm, tmp_path):
-    call("--model", warm, "--out", tmp_path / "other", "--steps", 2, "--seed", 1)
-    other, default = metrics_of(tmp_path / "other"), metrics_of(default_run[0])[:2]
-    assert [row["entropy"] for row in other] != [row["entropy"] for row in default]
-
-
-def test_clip_eps_10_raises_the_reward_and_the_ratio_leaves_1(warm, tmp_path):
-    run("--model", warm, "--clip-eps", 10, "--out", "clip", cwd=tmp_path)
-    metrics = metrics_of(tmp_path / "clip")
-    assert mean(row["reward"] for row in metrics[:5]) < 1.5
-    assert mean(row["reward"] for row in metrics[-20:]) > 2.5
-    ratios = [row["ratio_mean"] for row in metrics if row["ratio_mean"] is not None]
-    assert max(abs(ratio - 1) for ratio in ratios) > 0.01
-    config = json.loads((tmp_path / "clip" / "config.json").read_text())
-    assert config["surrogate"] == "sequence" and config["inner_epochs"] == 2
-
-
-def test_steps_0_only_warm_starts_and_saves(warm):
-    assert (warm.parent / "metrics.jsonl").read_text() == ""
-    assert (warm / "model.safetensors").exists() and (warm.parent / "config.json").exists()
-
-
-REFUSED = [
-    ("--group-size", "1"), ("--group-size", "x"), ("--temperature", "0"), ("--temperature", "-1"),
-    ("--top-p", "0"), ("--top-p", "1.1"), ("--steps", "-1"), ("--max-new-tokens", "0"),
-    ("--lr", "-1e-5"), ("--lr", "nan"), ("--lr", "inf"), ("--clip-eps", "-0.1"),
-    ("--clip-eps", "nan"), ("--clip-eps", "1 2 3"), ("--kl-coef", "-0.1"), ("--kl-coef", "inf"),
-    ("--clip-eps", "0.2 --surrogate reinforce"), ("--surrogate", "cispo"), ("--minibatches", "9"),
-    ("--minibatches", "0"), ("--inner-epochs", "0"), ("--micro-batch", "0"), ("--ref-every", "5"),
-    ("--task", "chess"), ("--surrogate", "ppo"), ("--aggregate", "max"), ("--kl", "k4"),
-    ("--prompts-per-step", "0"), ("--log-every", "0"), ("--model", "no/such/directory"),
-    ("--advantage", "batch"), ("--dynamic-sampling", "-1"), ("--dynamic-sampling", "0.5"),
-    ("--off-policy-mask", "-0.1"), ("--off-policy-mask", "nan"), ("--off-policy-mask", "0.1"),
-    ("--aggregate", "mean --clip-eps 10"),  # of sequence, the default with a clip
-    *(("--aggregate", f"{aggregate} --surrogate {surrogate} --clip-eps 0.2")  # of which terms?
-      for aggregate in AGGREGATES[1:] for surrogate in PER_COMPLETION),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("flag, value", REFUSED)
-def test_a_flag_that_cannot_work_is_refused(flag, value, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    if flag != "--model":  # refused before any model is loaded
-        monkeypatch.setattr(grpo, "tiny_policy", None)
-    given = [] if flag == "--model" else ["--model", "tiny"]
-    with pytest.raises(SystemExit) as stopped:
-        call(*given, flag, *value.split())
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and flag in error and "Traceback" not in error
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_refused_flag_from_the_shell(tmp_path):
-    _, stderr = run("--group-size", 1, cwd=tmp_path, expect=2)
-    assert stderr.count("\n") == 1 and "--group-size" in stderr
-
-
-def test_an_out_folder_that_holds_a_run_is_refused(warm, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call("--model", "tiny", "--out", warm.parent)
-    assert stopped.value.code == 2 and "--out" in capsys.readouterr().err
-
-
-def test_out_that_is_a_file_and_a_folder_that_is_no_model(warm, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for flags, named in (
-        (["--model", warm, "--out", tmp_path / "file"], "--out"),
-        (["--model", tmp_path, "--out", tmp_path / "new"], "--model tiny"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            call(*flags)
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and error.count("\n") == 1 and named in error
-
-
-def test_no_hub_is_one_line_that_names_the_alternatives(tmp_path):
-    # An address that cannot answer stands for a machine without network; no retries to wait for.
-    code = ("import sys, grpo\nfrom unittest import mock\n"
-            "def offline(*a, **k): raise OSError(\"We couldn't connect to the hub.\\nMore.\")\n"
-            "with mock.patch.object(grpo.AutoModelForCausalLM, 'from_pretrained', offline):\n"
-            "    sys.exit(grpo.main(['--model', 'Qwen/Qwen3-0.6B']))\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)})
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--model tiny" in done.stderr and "--model DIRECTORY" in done.stderr
-
-
-@pytest.fixture
-def make_task(monkeypatch):
-    """Add a task of one prompt for this test alone."""
-    def make(function, **fields):
-        task = rewards.Task(train=[{"prompt": "Say."}], rewards=[function], **fields)
-        monkeypatch.setitem(rewards.TASKS, "made", task)
-    return make
-
-
-def weights_of(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def same_weights(a, b):
-    a, b = weights_of(a), weights_of(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_step_with_equal_rewards_leaves_the_weights_bit_identical(warm, make_task, tmp_path):
-    turns = iter(range(100))
-    make_task(lambda completions, **_: [float(next(turns) < 8 and i % 2) for i, _ in
-                                        enumerate(completions)], small_model_lr=1e-3)
-    flags = ["--task", "made", "--model", warm, "--max-new-tokens", 8]
-    call(*flags, "--steps", 1, "--out", tmp_path / "one")  # fills Adam's momentum ...
-    assert not same_weights(warm, tmp_path / "one" / "checkpoint")
-    turns = iter(range(100))
-    call(*flags, "--steps", 3, "--out", tmp_path / "three")  # ... which must not act afterwards
-    assert same_weights(tmp_path / "one" / "checkpoint", tmp_path / "three" / "checkpoint")
-    rows = metrics_of(tmp_path / "three")
-    assert [row["flat_groups"] for row in rows] == [0.0, 1.0, 1.0]
-    assert [row["grad_norm"] is None for row in rows] == [False, True, True]
-
-
-def ranked_reward(completions, **columns):
-    """By the row alone, so that every group has signal."""
-    return [float(row % 3) for row, _ in enumerate(completions)]
-
-
-def test_micro_batches_change_neither_loss_nor_gradient(warm, make_task, tmp_path):
-    make_task(ranked_reward)
-    for surrogate in (["--clip-eps", 0.2], ["--clip-eps", 0.2, "--surrogate", "token"]):
-        for aggregate in AGGREGATES:
-            rows = []
-            for size in (8, 3, 1):
-                out = tmp_path / f"{surrogate[-1]}-{aggregate}-{size}"
-                call("--task", "made", "--model", warm, "--steps", 1, "--max-new-tokens", 12,
-                     "--micro-batch", size, *surrogate, "--aggregate", aggregate,
-                     "--kl-coef", 0.1, "--out", out)
-                rows += metrics_of(out)
-            for name in ("loss", "kl", "grad_norm", "ratio_mean", "entropy"):
-                values = [row[name] for row in rows]
-                assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
-
-
-def count_forwards(monkeypatch):
-    calls, real = [], grpo.token_logps
-    def counted(model, input_ids, *rest):
-        calls.append((torch.is_grad_enabled(), len(input_ids)))
-        return real(model, input_ids, *rest)
-    monkeypatch.setattr(grpo, "token_logps", counted)
-    return calls
-
-
-@pytest.mark.parametrize("flags, wanted", [
-    ([], [(True, 8)]),
-    (["--clip-eps", 0.2], [(True, 8)] * 2),  # the first pass gives the old log-probabilities
-    (["--clip-eps", 0.2, "--inner-epochs", 1, "--minibatches", 4], [(False, 6)] + [(True, 2)] * 4),
-    (["--kl-coef", 0.1], [(False, 8), (True, 8)]),
-])  # fmt: skip
-def test_no_forward_repeats_an_earlier_one(
-    flags, wanted, warm, make_task, tmp_path, monkeypatch
-):
-    make_task(lambda completions, **_: [float(row) for row, _ in enumerate(completions)])
-    calls = count_forwards(monkeypatch)
-    call("--task", "made", "--model", warm, "--steps", 1, "--out", tmp_path / "run", *flags)
-    assert calls == wanted
-
-
-def test_old_log_probabilities_are_those_before_the_first_update(warm, make_task, tmp_path):
-    make_task(ranked_reward)
-    flags = ["--task", "made", "--model", warm, "--steps", 1, "--clip-eps", 0.2, "--minibatches", 3,
-             "--temperature", 0.6]
-    call(*flags, "--lr", 0, "--out", tmp_path / "still")  # without an update every ratio is 1
-    row = metrics_of(tmp_path / "still")[0]
-    assert row["ratio_mean"] == pytest.approx(1, abs=1e-4) and row["ratio_max"] < 1.001
-    call(*flags, "--lr", 1e-3, "--out", tmp_path / "moved")
-    assert abs(metrics_of(tmp_path / "moved")[0]["ratio_mean"] - 1) > 0.1
-
-
-def test_ref_every_renews_the_reference(warm, make_task, tmp_path):
-    make_task(ranked_reward)
-    flags = ["--task", "made", "--model", warm, "--steps", 3, "--lr", 1e-3, "--kl-coef", 0.1]
-    call(*flags, "--out", tmp_path / "fixed")
-    call(*flags, "--ref-every", 1, "--out", tmp_path / "renewed")
-    fixed, renewed = metrics_of(tmp_path / "fixed"), metrics_of(tmp_path / "renewed")
-    assert fixed[0]["kl"] == pytest.approx(0, abs=1e-6)  # at first they are the same model
-    assert fixed[2]["kl"] > 1e-3
-    assert [row["kl"] for row in renewed] == pytest.approx([0] * 3, abs=1e-6)
-
-
-def test_every_surrogate_aggregation_and_estimator_runs(warm, make_task, tmp_path):
-    make_task(ranked_reward)
-    runs = [["--surrogate", s, *([] if s == "reinforce" else ["--clip-eps", 0.2, 0.3])]
-            for s in SURROGATES]
-    runs += [["--kl", k, "--kl-coef", 0.1, "--prompts-per-step", 2] for k in ESTIMATORS]
-    for i, flags in enumerate(runs):
-        out = tmp_path / str(i)
-        call("--task", "made", "--model", warm, "--steps", 1, "--max-new-tokens", 8, "--out", out,
-             *flags)
-        assert math.isfinite(metrics_of(out)[0]["loss"])
-
-
-@pytest.mark.parametrize("values, said", [
-    (lambda n: [1.0] * (n - 1), "7 values for 8"), (lambda n: [None] * n, "row 0"),
-    (lambda n: [0.0] * (n - 1) + [math.nan], "row 7"), (lambda n: ["1"] * n, "row 0"),
-])  # fmt: skip
-def test_a_reward_that_breaks_its_contract_stops_the_run_with_one_line(
-    values, said, warm, make_task, tmp_path, capsys
-):
-    def broken_reward(completions, **columns):
-        return values(len(completions))
-    make_task(broken_reward)
-    with pytest.raises(SystemExit) as stopped:
-        call("--task", "made", "--model", warm, "--out", tmp_path / "run")
-    message = str(stopped.value.code)  # a string: Python prints it and exits with 1
-    assert "broken" in message and said in message and "\n" not in message
-
-
-def test_a_bug_inside_a_reward_keeps_its_traceback(warm, make_task, tmp_path):
-    def buggy_reward(completions, **columns):
-        return completions[0].no_such_method()
-    make_task(buggy_reward)
-    with pytest.raises(AttributeError, match="no_such_method"):
-        call("--task", "made", "--model", warm, "--out", tmp_path / "run")
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run(warm, make_task, tmp_path, monkeypatch):
-    make_task(ranked_reward)
-    real = grpo.policy_loss
-    def poisoned(*args, **kwargs):
-        loss, stats = real(*args, **kwargs)
-        return loss * math.inf, stats
-    monkeypatch.setattr(grpo, "policy_loss", poisoned)
-    with pytest.raises(SystemExit) as stopped:
-        call("--task", "made", "--model", warm, "--out", tmp_path / "run")
-    assert "step 1" in stopped.value.code and "gradient" in stopped.value.code
-
-
-def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(warm, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-u", PROGRAM, "--model", warm, "--steps", "100000", "--out", "run"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    for line in process.stdout:
-        if line.startswith("step 1 "):
-            break
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in stderr and "checkpoint" in stdout
-    done = len(metrics_of(tmp_path / "run"))
-    state = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")
-    assert state["step"] == done >= 1
-    weights_of(tmp_path / "run" / "checkpoint")
-
-
-def test_the_readme_example_of_another_task_runs(warm, tmp_path):
-    readme = (PROGRAM.parent / "README.md").read_text()
-    code = re.search(r"```python\n(# brief\.py\n.*?)```", readme, re.S).group(1)
-    (tmp_path / "brief.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "brief.py", "--task", "brief", "--model", str(warm), "--steps", "3",
-         "--out", "run"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parent), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "reward/brief" in metrics_of(tmp_path / "run")[-1]
-
-
-
-# ==== Real models, real data, nothing lost ========================================================
-
-BOS, EOS_ID = 258, 256
-TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-            "{% if enable_thinking %}<on>{% else %}<off>{% endif %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}")
+        rewards.read_jsonl(tmp_path / "none.jsonl", need_answer=False)
+
+
+def flags(task="arithmetic", **given):
+    """What argparse leaves of the flags that choose a task."""
+    absent = dict.fromkeys(["data", "reward", "reward_weights", "eval_data"])
+    return SimpleNamespace(**{**absent, "task": task, **given})
+
+
+def test_flags_replace_a_tasks_rewards_weights_data_and_evaluation(tmp_path, monkeypatch):
+    data = write(tmp_path, '{"prompt": "a", "answer": "7"}')
+    base = rewards.TASKS["arithmetic"]
+    monkeypatch.setattr(base, "weights", [3.0])
+    task = rewards.make_task(flags())
+    assert (task.weights, task.train, task.test) == ([3.0], base.train, base.test)
+    assert (task.rewards, task.evaluate) == ([rewards.correct_reward], rewards.correct_reward)
+    task = rewards.make_task(flags(reward=["think", "number"], data=data, eval_data=data))
+    assert task.rewards == [rewards.think_reward, rewards.number_reward] and task.weights is None
+    assert task.train == task.test == [{"prompt": "a", "answer": "7"}]
+    assert task.evaluate is rewards.number_reward  # what is paid by the last number counts by it
+    task = rewards.make_task(flags(reward=["correct"], reward_weights=[2], data=data))
+    assert (task.evaluate, task.test, task.weights) == (rewards.correct_reward, [], [2])
+    assert rewards.make_task(flags("sums", reward=["coin"])).evaluate is rewards.number_reward
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"reward": ["tags", "think"], "reward_weights": [1]}, "--reward-weights: 1 weights for 2"),
+    ({"reward_weights": [1, 2]}, "--reward-weights: 2 weights for 1"),
+    ({"task": "format", "reward": ["correct"]}, "--reward .*answers.*format.*--data"),
+    ({"eval_data": "FILE"}, "line 1: .*answer"), ({"data": "FILE"}, "line 1: .*answer")])
+def test_flags_that_cannot_work_are_refused_in_one_line(given, said, tmp_path):
+    path = write(tmp_path, '{"prompt": "a"}')
+    given = {key: path if value == "FILE" else value for key, value in given.items()}
+    with pytest.raises(ValueError, match=said) as error:
+        rewards.make_task(flags(**given))
+    assert "\n" not in str(error.value)
+
+
+# ==== 11. One step ================================================================================
+# grpo_step with every flag that acts in it; what is expected comes from Transformers and numpy.
+
+BOS = 258  # of bos_tokenizer, after EOS and PAD
 NARROW = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32,
           "num_attention_heads": 2, "max_position_embeddings": 64}
 SHAPES = {
     "Qwen3": {**NARROW, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
     "Llama": NARROW,  # its output embedding is not tied
-    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},  # learned positions
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64,  # learned positions
+             "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "Bloom": {"hidden_size": 16, "n_layer": 1, "n_head": 2},  # takes no position ids: ALiBi
+    "Bert": {**NARROW, "is_decoder": False},  # bidirectional
     "Mamba": {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},  # has no attention
+    "Mixtral": {**NARROW, "num_key_value_heads": 1, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "output_router_logits": True},  # a mixture of experts
 }
 
 
-def small_model(name="Qwen3"):
+def small_model(name="Qwen3", **config):
     """A random model of this architecture, its 2-D weights enlarged so that faults show."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = getattr(transformers, name + "Config")(
-            vocab_size=259, bos_token_id=BOS, eos_token_id=EOS_ID, pad_token_id=None,
-            **SHAPES[name])
+            vocab_size=259, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=None,
+            **{**SHAPES[name], **config})
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -2404,27 +1672,335 @@ def small_model(name="Qwen3"):
     return model
 
 
-def bos_tokenizer(template=None):
+def bos_tokenizer(template=None, adds="<bos> $A"):
     """A token for each byte, and a BOS that the tokenizer puts before every text; no pad token."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<pad>", "<bos>"]
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
     bytewise.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", BOS)])
+        single=adds, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bytewise, bos_token="<bos>", eos_token="<eos>")
     tokenizer.chat_template = template
     return tokenizer
 
 
-def save_small(folder, name="Qwen3", dtype=torch.float32, template=None, **tokens):
+def ranked_reward(completions, **columns):
+    """By the row alone, so that every group has signal."""
+    return [float(row % 3) for row, _ in enumerate(completions)]
+
+
+def fixed(name, values):
+    """A reward function of that name with these values in every step."""
+    def reward(completions, **columns):
+        return values
+    reward.__name__ = f"{name}_reward"
+    return reward
+
+
+def one_step(flags="", functions=(ranked_reward,), model=None, optimizer=None, reference=None,
+             examples=None, **fields):
+    """grpo_step on three prompts of different length with 4 completions each, which are cut to 1 to
+    9 tokens; -> its metrics, samples and rollout, the forward passes (grad, prompt width, attention
+    mask), and what policy_loss was given in each pass."""
+    seen = SimpleNamespace(forwards=[], passes=[])
+    sample, token_logps, policy_loss = grpo.sample, grpo.token_logps, grpo.policy_loss
+
+    def ragged(*args):
+        rollout = sample(*args)
+        B, T = rollout.mask.shape
+        rows = torch.arange(B)
+        lengths = 1 + (5 * rows + 2) % T  # all of 1 to T: 5 does not divide T here
+        rollout.mask = torch.arange(T) < lengths[:, None]
+        rollout.attention_mask[:, -T:] = rollout.mask
+        rollout.input_ids[rows, lengths - T - 1] = EOS
+        rollout.truncated = rows % 4 == 0
+        seen.rollout = rollout
+        return rollout
+
+    def scored(model, input_ids, attention_mask, T, *rest):
+        seen.forwards.append((torch.is_grad_enabled(), input_ids.shape[1] - T, attention_mask))
+        return token_logps(model, input_ids, attention_mask, T, *rest)
+
+    def updated(logps, old_logps, advantages, mask, *rest, **settings):
+        new, old, A = (x.detach().double().numpy() for x in (logps, old_logps, advantages))
+        seen.passes.append((new, old, A[:, None], mask.numpy()))
+        return policy_loss(logps, old_logps, advantages, mask, *rest, **settings)
+
+    examples = examples or [{"prompt": "Say" + 5 * i * "!"} for i in range(3)]
+    task = rewards.Task(examples, list(functions), **fields)
+    given = f"--model DIR --lr 1e-3 --group-size 4 --max-new-tokens {MAX_LEN} {flags}"
+    args, _, _ = grpo.parse_args(given.split())
+    model = model or small_model()
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0)
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "sample", ragged)
+        patch.setattr(grpo, "token_logps", scored)
+        patch.setattr(grpo, "policy_loss", updated)
+        seen.metrics, seen.samples = grpo.grpo_step(
+            model, reference, optimizer, bos_tokenizer(), task, examples, args)
+    return seen
+
+
+def full_logps(model, rollout, temperature=1.0):
+    """(B, T) of all rows at full width, by Transformers alone."""
+    ids, attention, T = rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]
+    logits = model(input_ids=ids, attention_mask=attention,
+                   position_ids=(attention.cumsum(1) - 1).clamp(min=0)).logits[:, -T - 1:-1]
+    return (logits / temperature).log_softmax(2).gather(2, ids[:, -T:, None])[..., 0]
+
+
+def flat_parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+HALF_FLAT = fixed("half_flat", [0, 1, 1, 3, 0.1, 0.1, 0.1, 0.1, 2, 1, 0, 1])
+
+
+@pytest.mark.parametrize("size", [1, 5, 12])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_the_update_is_that_of_all_rows_though_those_without_advantage_are_not_scored(
+    aggregate, size
+):
+    model = small_model()
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)  # left over, and not to be added to
+    seen = one_step(
+        f"--advantage none --aggregate {aggregate} --micro-batch {size} --temperature 0.7",
+        [HALF_FLAT], model, torch.optim.SGD(model.parameters(), 1.0))
+    assert sum(len(mask) for _, _, mask in seen.forwards) == 6
+    # The second group is flat, and two completions of the third are its mean.
+    A = torch.tensor([-1.25, -0.25, -0.25, 1.75, 0, 0, 0, 0, 1, 0, -1, 0])
+    before, mask = small_model(), seen.rollout.mask.numpy()
+    terms = -A[:, None] * full_logps(before, seen.rollout, 0.7)
+    loss = (terms * torch.tensor(shares(mask, aggregate))).sum()
+    expected = parameter_gradients(before, loss)
+    norm = expected.norm().item()
+    assert seen.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert seen.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    moved = flat_parameters(before) - flat_parameters(model)  # by a norm of 1 at most
+    assert (moved - expected / max(norm, 1)).norm() < 1e-4 * moved.norm()
+
+
+@pytest.mark.parametrize("flags, wanted", [
+    ("", [(True, 12, 12)]),
+    ("--clip-eps 0.2", [(False, 12, 12), (True, 12, 12), (True, 12, 12)]),
+    ("--clip-eps 0.2 --inner-epochs 1", [(True, 12, 12)]),  # used once, it brings its own
+    ("--kl-coef 0.1 --micro-batch 8", [(False, 8, 8), (False, 4, 12), (True, 8, 8), (True, 4, 12)]),
+    ("--micro-batch 5", [(True, 5, 5), (True, 5, 10), (True, 2, 12)])])
+def test_no_forward_repeats_another_and_like_lengths_share_one(flags, wanted):
+    """(gradient, rows, width of the completions), which are of 1 to 12 tokens here."""
+    reference = small_model() if "kl" in flags else None
+    row_reward = fixed("row", [float(row) for row in range(12)])
+    seen = one_step(f"--max-new-tokens 12 {flags}", [row_reward], reference=reference)
+    found = [(grad, len(mask), mask.shape[1] - prompt) for grad, prompt, mask in seen.forwards]
+    assert found == wanted
+
+
+def test_old_log_probabilities_are_those_before_the_first_update():
+    flags = "--clip-eps 0.2 --temperature 0.6 --lr 1e-2 --inner-epochs"
+    once, seen = one_step(f"{flags} 1"), one_step(f"{flags} 3 --micro-batch 12")
+    assert once.metrics["ratio_mean"] == once.metrics["ratio_max"] == 1  # exactly
+    ratios = [np.exp(((new - old) * mask).sum(1)) for new, old, _, mask in seen.passes]
+    assert ratios[0] == pytest.approx(1, abs=1e-5) and np.abs(ratios[2] - 1).max() > 0.01
+    for (_, old, _, mask), (new, *_) in zip(seen.passes, seen.passes[:1] * 3):
+        assert old[mask] == pytest.approx(new[mask], abs=1e-5)
+    assert seen.metrics["ratio_mean"] == pytest.approx(np.mean(ratios), rel=1e-5)  # of all passes
+    assert seen.metrics["ratio_max"] == pytest.approx(np.max(ratios), rel=1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["reinforce", "gspo"])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_kl_term_is_to_the_reference_and_counts_every_row(estimator, aggregate, surrogate):
+    reference = small_model(initializer_range=0.04)
+    seen = one_step(f"--kl-coef 0.5 --kl {estimator} --aggregate {aggregate} --temperature 2"
+                    f" --micro-batch 5 --surrogate {surrogate}", [HALF_FLAT], reference=reference)
+    with torch.no_grad():
+        new, ref = (full_logps(model, seen.rollout, 2).double().numpy()
+                    for model in (small_model(), reference))
+    d, share = ref - new, shares(seen.rollout.mask.numpy(), aggregate)
+    k3 = np.exp(d) - d - 1
+    terms = {"k1": -d, "k2": d**2 / 2, "k3": k3, "weighted": k3}[estimator]  # on-policy
+    expected = (terms * share).sum()
+    assert abs(expected) > 1e-3 and sum(len(A) for _, _, A, _ in seen.passes) == 12
+    assert seen.metrics["kl"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    A = np.array([[sample["advantage"]] for sample in seen.samples])
+    loss = -(A * new * share).sum() if surrogate == "reinforce" else -A.mean()
+    assert seen.metrics["loss"] == pytest.approx(loss + 0.5 * expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("flags", ["", "--clip-eps 0.2", "--advantage gdpo", "--advantage none"])
+def test_a_step_with_equal_rewards_leaves_the_weights_bit_identical(flags):
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    first = one_step(flags, model=model, optimizer=optimizer)  # fills Adam's momentum ...
+    before = flat_parameters(model)
+    assert first.metrics["flat_groups"] == 0 and first.metrics["grad_norm"] > 0
+    # ... which must not act afterwards, nor may what float32 rounds in weighted sums.
+    x = np.arange(12) + 0.1
+    near = fixed("near", np.float32(x)), fixed("far", -x)
+    for functions in [fixed("equal", [0.1] * 12)], near:
+        flat = one_step(flags.replace("gdpo", "std"), functions, model, optimizer)
+        assert torch.equal(flat_parameters(model), before)
+        assert flat.metrics["flat_groups"] == 1 and not flat.forwards
+        names = ("loss", "kl", "grad_norm", "ratio_mean", "ratio_max", "clip_frac", "entropy")
+        assert [flat.metrics[name] for name in names] == [None] * 7
+
+
+@pytest.mark.parametrize("scale, flat", [("std", 2), ("none", 2), ("gdpo", 1)])
+def test_advantage_chooses_the_scale_and_flat_groups_counts_what_has_none(scale, flat):
+    # Group 0 is flat in both rewards, group 1 in their weighted sum alone.
+    one = [0.1] * 4 + [1, 0, 0, 0] + [3e4, 0, 1e4, 0]
+    other = [0.7] * 4 + [0, 2, 2, 2] + [0, 5, 5, 50]
+    seen = one_step(f"--advantage {scale}", [fixed("one", one), fixed("other", other)],
+                    weights=[2, 1])
+    table = np.array([one, other]).T.reshape(3, 4, 2)
+    total = table @ [2, 1]
+    centred = total - total.mean(1, keepdims=True)
+    scaled = centred / (total.std(1, ddof=1, keepdims=True) + 1e-4)
+    expected = {"std": scaled, "none": centred, "gdpo": by_gdpo(table, [2, 1])}[scale].flatten()
+    ours = np.array([sample["advantage"] for sample in seen.samples])
+    assert ours == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert (ours[:4] == 0).all() and (ours[4:8] == 0).all() == (scale != "gdpo")
+    metrics, mask = seen.metrics, seen.rollout.mask.numpy()
+    assert metrics["flat_groups"] == pytest.approx(flat / 3)
+    assert metrics["advantage_std"] == pytest.approx(ours.std(ddof=1), rel=1e-5)
+    assert [sample["reward"] for sample in seen.samples] == pytest.approx(total.flatten())
+    assert [sample["rewards"] for sample in seen.samples] == list(zip(one, other))
+    assert metrics["reward"] == pytest.approx(total.mean())  # the weighted sum, whatever the scale
+    assert metrics["reward_std"] == pytest.approx(total.std(1, ddof=1).mean())
+    assert metrics["reward/one"] == pytest.approx(np.mean(one))
+    assert metrics["length"] == mask.sum() / 12 and metrics["length_max"] == mask.sum(1).max()
+    assert metrics["truncated"] == 0.25 and metrics["lr"] == 1e-3
+
+
+def test_a_reward_that_does_not_apply_counts_for_nothing_and_is_no_nan_in_the_metrics():
+    half, whole = [1, None, 0, None] * 3, [0, 1, 2, 4] * 3
+    seen = one_step("", [fixed("half", half), fixed("whole", whole), fixed("never", [None] * 12)])
+    assert seen.metrics["reward/half"] == 0.5  # of the rows to which it applies
+    assert [sample["reward"] for sample in seen.samples] == [1, 1, 2, 4] * 3
+    assert seen.samples[1]["rewards"] == (None, 1, None)
+    json.dumps([seen.metrics, seen.samples], allow_nan=False)
+
+
+def ppo(ratio, A, low, high):
+    """PPO's terms -min(r A, clip(r) A), and where the clip took the gradient."""
+    terms = -np.minimum(ratio * A, ratio.clip(1 - low, 1 + high) * A)
+    return terms, ((A > 0) & (ratio > 1 + high)) | ((A < 0) & (ratio < 1 - low))
+
+
+DAPO = "--surrogate token --aggregate token --clip-eps 0.2 0.28 --lr 5e-3"
+GSPO = "--surrogate gspo --clip-eps 3e-4 4e-4 --lr 1e-5 --inner-epochs 3"
+CISPO = "--surrogate cispo --clip-eps 4 --lr 0.1"
+DEEPSEEK = ("--surrogate token --aggregate mean --clip-eps 0.2 --temperature 2 --lr 1e-2"
+            " --kl weighted --kl-coef 0.1")  # V3.2
+
+
+@pytest.mark.parametrize("size", [12, 5, 1])
+@pytest.mark.parametrize("flags", [DAPO, GSPO, CISPO, DEEPSEEK], ids=lambda s: s.split()[1])
+def test_the_papers_variants_are_those_of_their_definitions_in_micro_batches_too(flags, size):
+    """In all passes over a rollout. Dr. GRPO is --advantage none --aggregate constant above."""
+    reference = small_model() if flags == DEEPSEEK else None
+    seen = one_step(f"{flags} --micro-batch {size}", [HALF_FLAT], reference=reference)
+    tokens, losses, clipped, kls = seen.rollout.mask.sum().item(), [], [], []
+    for new, old, A, mask in seen.passes:
+        ratio, lengths = np.exp(new - old), mask.sum(1, keepdims=True)
+        if flags == DAPO:
+            terms, stopped = ppo(ratio, A, 0.2, 0.28)
+            losses.append(terms[mask].sum() / tokens)  # with those of rows without advantage
+        elif flags == GSPO:
+            ratio = np.exp(((new - old) * mask).sum(1, keepdims=True) / lengths)
+            terms, stopped = ppo(ratio, A, 3e-4, 4e-4)
+            losses.append(terms.sum() / 12)
+            mask = mask.any(1, keepdims=True)
+        elif flags == CISPO:
+            losses.append(-(np.minimum(ratio, 5) * A * new)[mask].sum() / 12)
+            stopped = ratio > 5  # whatever the sign of A
+        else:
+            terms, stopped = ppo(ratio, A, 0.2, 0.2)
+            d = old - new  # at first the reference is the policy that sampled
+            kls.append((ratio * (np.exp(d) - d - 1) * mask / lengths).sum() / 12)
+            losses.append((terms * mask / lengths).sum() / 12 + 0.1 * kls[-1])
+        clipped.append(stopped[mask])
+    passes = 3 if flags == GSPO else 2
+    first = len(seen.passes) // passes
+    clipped_first, clipped = np.concatenate(clipped[:first]), np.concatenate(clipped)
+    rows = sum(len(A) for _, _, A, _ in seen.passes)
+    assert rows == passes * (12 if reference else 6)
+    assert not clipped_first.any() and 0 < clipped.mean() < 1
+    assert seen.metrics["loss"] == pytest.approx(sum(losses) / passes, rel=1e-3, abs=1e-6)
+    assert seen.metrics["clip_frac"] == pytest.approx(clipped.mean(), rel=1e-6)
+    if reference:
+        assert sum(kls[:first]) < 1e-6 < 1e-3 < sum(kls)
+        assert seen.metrics["kl"] == pytest.approx(sum(kls) / passes, rel=1e-3)
+
+
+# ==== 12. The program as a user runs it ===========================================================
+# What the commands do and leave behind; their mistakes cost one line and exit status 2.
+
+PROGRAM = Path(grpo.__file__)
+
+
+def call(*flags):
+    """grpo.main in this process; afterwards Ctrl-C is pytest's again."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return grpo.main([str(flag) for flag in flags])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def run(*arguments, cwd, expect=0):
+    """Python with these arguments on one thread, as from a shell; -> (stdout, stderr)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)}
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=environment,
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def refused(capsys, *flags):
+    """The one line that these flags cost; their exit status must be 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        call(*flags)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and "Traceback" not in error, error
+    return error
+
+
+def lines_of(out, name):
+    return [json.loads(line) for line in (Path(out) / name).open()]
+
+
+def metrics_of(out):
+    return lines_of(out, "metrics.jsonl")
+
+
+def without_times(metrics):
+    return [{k: v for k, v in row.items() if "second" not in k and k != "tokens_per_s"}
+            for row in metrics]
+
+
+def same_weights(a, b):
+    a, b = (transformers.AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_run(a, b):
+    """Bit for bit the same weights, samples, and metrics but for times."""
+    return (same_weights(a / "checkpoint", b / "checkpoint")
+            and (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+            and without_times(metrics_of(a)) == without_times(metrics_of(b)))
+
+
+def save_small(folder, name="Qwen3", dtype=torch.float32, tokenizer=None, **config):
     """Write such a model and tokenizer; -> the folder, for --model."""
-    small_model(name).to(dtype).save_pretrained(folder)
-    tokenizer = bos_tokenizer(template)
-    for token, value in tokens.items():
-        setattr(tokenizer, token, value)
-    tokenizer.save_pretrained(folder)
+    small_model(name, **config).to(dtype).save_pretrained(folder)
+    (tokenizer or bos_tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -2435,562 +2011,498 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture
-def made(small, make_task):
+def made(small, monkeypatch):
     """Flags of a run on it with signal in every group: two of five prompts a step."""
-    make_task(ranked_reward)
-    rewards.TASKS["made"].train[:] = [{"prompt": f"Say {i * str(i)}."} for i in range(5)]
+    task = rewards.Task([{"prompt": f"Say {i * str(i)}."} for i in range(5)], [ranked_reward])
+    monkeypatch.setitem(rewards.TASKS, "made", task)
     return ["--task", "made", "--model", small, "--prompts-per-step", 2, "--group-size", 4,
             "--max-new-tokens", 6, "--lr", 1e-3]
 
 
-def refused(capsys, *flags):
-    """The one line that these flags cost; their exit status must be 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        call(*flags)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1, error
-    return error
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory):
+    """The README's first command: its folder, its output, and the model after the warm start."""
+    folder, output, train = tmp_path_factory.mktemp("default"), io.StringIO(), grpo.train
+
+    def after_warm_start(args, task, model, tokenizer, *rest):
+        model.save_pretrained(folder / "warm")
+        tokenizer.save_pretrained(folder / "warm")
+        train(args, task, model, tokenizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(grpo, "train", after_warm_start)
+        assert call("--out", folder / "run") == 0
+    return folder / "run", output.getvalue(), folder / "warm"
 
 
-def samples_of(out):
-    return [json.loads(line) for line in (Path(out) / "samples.jsonl").open()]
+def test_the_default_run_raises_the_reward_and_says_so(default_run):
+    out, stdout, _ = default_run
+    metrics = metrics_of(out)
+    assert [row["step"] for row in metrics] == list(range(1, 201))
+    rewards_now = [row["reward"] for row in metrics]
+    first, last = np.mean(rewards_now[:5]), np.mean(rewards_now[-20:])
+    assert 0.3 < first < 1.5 and last > 2.5
+    said = stdout.splitlines()
+    assert said[0].startswith("model: tiny") and "--model DIRECTORY" in said[0]
+    assert f"mean reward: first 5 steps {first:.2f}, last 20 {last:.2f}" in said
+    steps = [int(line.split()[1]) for line in said if line.startswith("step ")]
+    assert steps == [1, *range(10, 201, 10)]
+    assert sum(line.startswith("    reward ") for line in said) == len(steps)
 
 
-def same_run(a, b):
-    """Bit for bit the same weights, samples, and metrics but for times."""
-    return (same_weights(a / "checkpoint", b / "checkpoint")
-            and (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
-            and without_times(metrics_of(a)) == without_times(metrics_of(b)))
+def test_the_default_run_leaves_its_flags_metrics_samples_and_checkpoint(default_run):
+    out, _, _ = default_run
+    config = json.loads((out / "config.json").read_text())
+    wanted = {"model": "tiny", "lr": 5e-5, "surrogate": "reinforce", "inner_epochs": 1, "seed": 0,
+              "group_size": 8, "prompts_per_step": 1, "max_new_tokens": 64, "temperature": 1.0,
+              "top_p": 1.0, "kl_coef": 0.0, "steps": 200, "torch": torch.__version__}
+    assert {key: config[key] for key in wanted} == wanted
+    names = """step reward reward_std reward/tags advantage_std flat_groups loss kl grad_norm
+        ratio_mean ratio_max clip_frac entropy length length_max truncated lr tokens_per_s seconds
+        seconds_sample seconds_update think""".split()
+    metrics, samples = metrics_of(out), lines_of(out, "samples.jsonl")
+    assert all(set(names) == set(row) for row in metrics) and len(samples) == 1600
+    for row, group in zip(metrics, [samples[i : i + 8] for i in range(0, 1600, 8)], strict=True):
+        points = rewards.tags_reward([sample["completion"] for sample in group])
+        assert [sample["reward"] for sample in group] == points
+        assert {sample["step"] for sample in group} == {row["step"]}
+        assert row["reward"] == np.mean(points)
+        assert (row["loss"] is None) == (row["flat_groups"] == 1.0)  # the skipped steps
+        assert row["ratio_mean"] in (None, 1.0) and row["clip_frac"] in (None, 0.0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
+    assert 400_000 < model.num_parameters() < 600_000
 
 
-# ---- Models -------------------------------------------------------------------------------------
+def test_the_seed_decides_everything_but_times_in_another_process_too(default_run, tmp_path):
+    # Also from the saved warm start, which as a directory resolves to the same rate.
+    out, _, warm = default_run
+    stdout, _ = run(PROGRAM, "--model", warm, "--out", "again", "--steps", 12, cwd=tmp_path)
+    default = without_times(metrics_of(out))
+    assert without_times(metrics_of(tmp_path / "again")) == default[:12]
+    assert "step 12 " in stdout  # the last is printed
+    call("--model", warm, "--out", tmp_path / "other", "--steps", 1, "--seed", 1)
+    assert without_times(metrics_of(tmp_path / "other")) != default[:1]
 
 
-@pytest.fixture
-def trained_models(monkeypatch):
-    """The models that grpo.train leaves in memory."""
-    kept, real = [], grpo.train
-    def train(args, task, model, *rest):
-        kept.append(model)
-        real(args, task, model, *rest)
-    monkeypatch.setattr(grpo, "train", train)
-    return kept
+def test_clip_eps_10_raises_the_reward_and_the_ratio_leaves_1(default_run, tmp_path):
+    call("--model", default_run[2], "--clip-eps", 10, "--steps", 80, "--out", tmp_path)
+    metrics = metrics_of(tmp_path)
+    assert np.mean([row["reward"] for row in metrics[:5]]) < 1.5
+    assert np.mean([row["reward"] for row in metrics[-20:]]) > 2.3
+    ratios = [row["ratio_mean"] for row in metrics if row["ratio_mean"] is not None]
+    assert max(abs(ratio - 1) for ratio in ratios) > 0.01
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["surrogate"] == "sequence" and config["inner_epochs"] == 2
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_trained_step_survives_saving_in_every_architecture(
-    name, make_task, trained_models, tmp_path
+def test_steps_0_only_warm_starts_the_same_each_time_and_never_on_resuming(monkeypatch, tmp_path):
+    for name, steps in ("a", 2), ("b", 2), ("cold", 0):
+        monkeypatch.setattr(rewards.TASKS["format"], "warm_start_steps", steps)
+        call("--steps", 0, "--out", tmp_path / name)
+    a, b, cold = (tmp_path / name / "checkpoint" for name in ("a", "b", "cold"))
+    monkeypatch.setattr(rewards.TASKS["format"], "warm_start_steps", 2)
+    call("--resume", tmp_path / "a")
+    assert same_weights(a, b) and not same_weights(a, cold)
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == ""
+
+
+def test_help_explains_every_flag_and_shows_two_commands():
+    parser = grpo.make_parser()
+    assert all(action.help for action in parser._actions)
+    assert {"task", "model", "run", "sampling", "loss"} <= {
+        group.title for group in parser._action_groups if group._group_actions}
+    text = parser.format_help()
+    assert "python grpo.py  " in text and "python grpo.py --clip-eps 10" in text
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("--group-size", "1"), ("--group-size", "x"), ("--temperature", "0"), ("--temperature", "-1"),
+    ("--top-p", "0"), ("--top-p", "1.1"), ("--steps", "-1"), ("--max-new-tokens", "0"),
+    ("--lr", "-1e-5"), ("--lr", "nan"), ("--lr", "inf"), ("--clip-eps", "-0.1"),
+    ("--clip-eps", "nan"), ("--clip-eps", "1 2 3"), ("--kl-coef", "-0.1"), ("--kl-coef", "inf"),
+    ("--clip-eps", "0.2 --surrogate reinforce"), ("--surrogate", "cispo"), ("--seed", "-1"),
+    ("--inner-epochs", "0"), ("--micro-batch", "0"), ("--prompts-per-step", "0"),
+    ("--task", "chess"), ("--surrogate", "ppo"), ("--surrogate", "kl"), ("--aggregate", "max"),
+    ("--kl", "k4"), ("--advantage", "batch"), ("--save-every", "0"), ("--eval-every", "0"),
+    ("--eval-every", "1"),  # nothing is held out
+    ("--reward", ""), ("--reward", "nonsense"), ("--reward", "correct"),  # there are no answers
+    ("--reward-weights", "1 2"), ("--reward-weights", "nan"), ("--data", "no/such/file"),
+    ("--model", "tiny --task times"), ("--resume", "no/such/run"), ("--minibatches", "4"),
+    ("--resume", "RUN --model OTHER"), ("--resume", "RUN --out OTHER")])
+def test_a_flag_that_cannot_work_is_refused(flag, value, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "tiny_policy", None)  # before any model is loaded
+    error = refused(capsys, flag, *value.split())
+    assert ("no/such/file" if flag == "--data" else flag) in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_flag_from_the_shell_and_a_file_with_a_bad_line(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "p"}\n\n{oops\n')
+    stdout, stderr = run(PROGRAM, "--data", "bad.jsonl", cwd=tmp_path, expect=2)
+    assert stderr.count("\n") == 1 and "bad.jsonl, line 3:" in stderr and not stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_devices_folders_and_models_that_are_not_there_cost_one_line(
+    made, capsys, monkeypatch, tmp_path
 ):
-    make_task(ranked_reward)
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "out"
+    for flags, named in (["--device", "nonsense", "--out", out], "--device nonsense"), (
+            ["--out", tmp_path / "file"], "--out"), (
+            ["--model", tmp_path, "--out", out], "--model tiny"), (
+            ["--model", "no/such/directory", "--out", out], "--model no/such/directory"):
+        if "no/such/directory" in flags:  # as without a network
+            offline = OSError("We couldn't connect to the hub.\nMore.")
+            from_pretrained = mock.Mock(side_effect=offline)
+            monkeypatch.setattr(grpo.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        error = refused(capsys, *made, *flags)
+        assert named in error and not out.exists()
+    assert "--model tiny" in error and "--model DIRECTORY" in error
+
+
+def test_data_and_rewards_chosen_by_name_reach_the_samples_and_no_prompt_twice_in_a_round(
+    made, monkeypatch, capsys, tmp_path
+):
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "answer": ord(p)}) + "\n" for p in "abcde"))
+    def answer_reward(completions, answer, completion_ids):  # gets the columns that it names
+        for text, ids in zip(completions, completion_ids, strict=True):  # up to the first EOS
+            assert len(ids) == 6 or ids[-1] == EOS
+            assert bos_tokenizer().decode([i for i in ids if i != EOS]) == text
+        return [number + i % 4 for i, number in enumerate(answer)]
+    monkeypatch.setitem(rewards.REWARDS, "answer", answer_reward)
+    call(*made, "--data", data, "--reward", "tags", "answer", "--reward-weights", 2, 0.5,
+         "--steps", 5, "--out", tmp_path)  # two rounds: 5 steps of 2 of 5 prompts
+    samples = lines_of(tmp_path, "samples.jsonl")
+    for i, sample in enumerate(samples):
+        assert sample["rewards"] == [0, ord(sample["prompt"]) + i % 4]
+        assert sample["reward"] == 0.5 * sample["rewards"][1]
+    prompts = [sample["prompt"] for sample in samples[::4]]
+    assert sorted(prompts[:5]) == sorted(prompts[5:]) == list("abcde")
+    assert "first prompt: '<bos>a'\n" in capsys.readouterr().out
+
+
+def test_ctrl_c_finishes_the_step_saves_and_before_training_leaves_no_run(
+    made, monkeypatch, tmp_path
+):
+    def interrupted(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+        return ranked_reward("12345678")
+    monkeypatch.setattr(grpo, "warm_start", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        call("--out", tmp_path)
+    assert stopped.value.code == 130
+    rewards.TASKS["made"].rewards = [interrupted]
+    assert call(*made, "--steps", 9, "--out", tmp_path) == 130  # in the same folder
+    rewards.TASKS["made"].rewards = [ranked_reward]
+    assert call("--resume", tmp_path, "--steps", 3) == 0
+    assert [row["step"] for row in lines_of(tmp_path, "samples.jsonl")][::8] == [1, 2, 3]
+
+
+def test_the_readme_example_of_another_task_runs(small, tmp_path):
+    readme = (PROGRAM.parent / "README.md").read_text()
+    code = re.search(r"```python\n(# brief\.py\n.*?)```", readme, re.S).group(1)
+    (tmp_path / "brief.py").write_text(code)
+    run("brief.py", "--task", "brief", "--model", small, "--steps", 2, "--out", "run", cwd=tmp_path)
+    assert "reward/brief" in metrics_of(tmp_path / "run")[-1]
+
+
+# ==== 13. Models and prompts =====================================================================
+# A model is trained as it was saved, or refused; a prompt reaches it as it was trained to read it.
+
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% if enable_thinking %}<on>{% else %}<off>{% endif %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}")
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "Bert"])
+def test_a_trained_step_survives_saving_in_every_architecture(name, made, monkeypatch, tmp_path):
+    trained, train = [], grpo.train
+    def kept(args, task, model, *rest):
+        trained.append(model)
+        train(args, task, model, *rest)
+    monkeypatch.setattr(grpo, "train", kept)
     rewards.TASKS["made"].train[:] = [{"prompt": "Say."}, {"prompt": "Say it all."}]  # padded
-    source = save_small(tmp_path / "m", name, torch.bfloat16, TEMPLATE)
-    out = tmp_path / "run"
-    call("--task", "made", "--model", source, "--steps", 1, "--max-new-tokens", 6, "--lr", 1e-6,
-         "--prompts-per-step", 2, "--out", out)
-    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint").eval()
+    source = save_small(tmp_path / "m", name, torch.bfloat16, bos_tokenizer(TEMPLATE))
+    call(*made, "--model", source, "--steps", 1, "--lr", 1e-6, "--out", tmp_path, "--kl-coef", 0.1)
+    (row,) = metrics_of(tmp_path)
+    assert abs(row["kl"]) < 1e-6  # of two passes: dropout in GPT2 does not act
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():  # the same logits as the trained model's, which is still in memory
-        assert torch.equal(model(ids).logits, trained_models[0].eval()(ids).logits)
+        assert torch.equal(model(ids).logits, trained[0].eval()(ids).logits)
     # Adam's first step moves every weight that has a gradient by lr: float32 keeps that, whatever
     # the source's type, and in bf16 (an ulp of 1e-4 at 0.05) nearly all of it would be lost.
-    stored = load_file(out / "checkpoint" / "model.safetensors")
+    stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.float32}
     before = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     before, after = (m.get_output_embeddings().weight.detach() for m in (before, model))
     moved = (after - before).abs()
     assert (moved > 5e-7).double().mean() > 0.9 and moved.max() < 2e-6
-    assert (after.bfloat16() == before.bfloat16()).double().mean() > 0.9
     # Tied embeddings are one tensor still, and stored once; no row was added for padding.
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert tied == (name != "Llama") == ("lm_head.weight" not in stored)
-    assert after.shape[0] == 259 and model.config.vocab_size == 259
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "checkpoint")
+    assert tied == (name not in ("Llama", "Mixtral")) == ("lm_head.weight" not in stored)
+    assert after.shape[0] == model.config.vocab_size == 259
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
     assert tokenizer.chat_template == TEMPLATE and tokenizer.pad_token is None
-    text = "a <bos>é\n"
-    assert tokenizer(text)["input_ids"] == bos_tokenizer()(text)["input_ids"]
+    assert tokenizer("a <bos>é\n").input_ids == bos_tokenizer()("a <bos>é\n").input_ids
 
 
-@pytest.mark.parametrize("name", ["Bloom", "Mamba"])
-def test_a_model_without_position_ids_samples_and_scores_a_padded_row_as_if_alone(
-    name, monkeypatch
+@pytest.mark.parametrize("pad, own", [
+    ("<eos>", {}), ("<pad>", {}), ("<new>", {}),  # this one has no row in the embedding
+    (None, {"do_sample": True, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "min_new_tokens": 9,
+            "repetition_penalty": 9.0, "suppress_tokens": list(range(200)), "max_length": 3,
+            "forced_eos_token_id": 250}),
+    (None, {"do_sample": False, "temperature": 0.6, "top_k": 20})])  # cannot be saved as it is
+def test_the_models_pad_token_and_generation_config_act_on_nothing_and_are_saved_as_they_were(
+    pad, own, made, tmp_path
 ):
-    model, prompts = small_model(name), [[5, 6, 7, 8, 9], [7]]
-    logits, real = [], model.generate
-    def generate(*args, **settings):
-        done = real(*args, **settings, output_logits=True, return_dict_in_generate=True)
-        logits.extend(done.logits)
-        return done.sequences
-    monkeypatch.setattr(model, "generate", generate)
-    torch.manual_seed(0)
-    rollout = grpo.sample(model, bos_tokenizer(), prompts, 2, 6)
-    with torch.no_grad():
-        padded, _ = grpo.token_logps(model, rollout.input_ids, rollout.attention_mask, 6)
-        for row, prompt in enumerate([prompts[0]] * 2 + [prompts[1]] * 2):
-            completion = rollout.input_ids[row, -6:].tolist()
-            alone = model(torch.tensor([prompt + completion])).logits[0].log_softmax(1)
-            wanted = alone[len(prompt) - 1:-1].gather(1, torch.tensor(completion)[:, None])[:, 0]
-            sampled = torch.stack(logits, 1)[row].log_softmax(1)
-            sampled = sampled.gather(1, torch.tensor(completion)[:, None])[:, 0]
-            keep = rollout.mask[row]
-            assert torch.allclose(padded[row][keep], wanted[keep], atol=1e-4)
-            assert torch.allclose(sampled[keep], wanted[keep], atol=1e-4)
-        # The model notices its context, or this would prove nothing.
-        other = model(torch.tensor([[50, 60, 70, 80, 9]])).logits[0, -1].log_softmax(0)
-        same = model(torch.tensor([prompts[0]])).logits[0, -1].log_softmax(0)
-        assert (other - same).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("pad", [None, "<eos>", "<pad>"])
-def test_the_pad_token_changes_no_sample_and_no_weight(pad, made, tmp_path):
-    # None: no pad token, no row added; "<eos>": the real EOS is trained all the same.
-    tokens = {} if pad is None else {"pad_token": pad}
-    source = save_small(tmp_path / "m", **tokens)
-    for out, model in (("here", source), ("there", made[3])):
-        call(*made, "--model", model, "--steps", 2, "--out", tmp_path / out)
-    assert same_run(tmp_path / "here", tmp_path / "there")
-    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "here" / "checkpoint")
-    assert saved.pad_token == pad
-
-
-HOSTILE_FILES = {
-    "hostile": {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0,
-                "temperature": 0.1, "suppress_tokens": list(range(200)), "max_length": 3,
-                "min_new_tokens": 9, "num_beams": 1, "forced_eos_token_id": 250},
-    # save_pretrained of this one, changed in memory, raises: a temperature without sampling
-    "invalid": {"do_sample": False, "temperature": 0.6, "top_k": 20, "num_beams": 3},
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE_FILES)
-def test_the_models_generation_config_acts_on_nothing_and_is_saved_as_it_was(
-    kind, made, tmp_path
-):
-    source = save_small(tmp_path / "m")
-    hostile = {**HOSTILE_FILES[kind], "eos_token_id": [EOS_ID, 7]}
-    (source / "generation_config.json").write_text(json.dumps(hostile))
-    call(*made, "--model", source, "--steps", 2, "--out", tmp_path / "run")
-    plain = save_small(tmp_path / "plain")
-    (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 7]}))
-    call(*made, "--model", plain, "--steps", 2, "--out", tmp_path / "wanted")
+    for name, token, config in ("run", pad, own), ("wanted", None, {}):
+        tokenizer, config = bos_tokenizer(), {**config, "eos_token_id": [EOS, 7]}
+        tokenizer.add_special_tokens({"pad_token": token} if token else {})
+        source = save_small(tmp_path / f"{name} model", tokenizer=tokenizer)
+        (source / "generation_config.json").write_text(json.dumps(config))
+        call(*made, "--model", source, "--steps", 2, "--out", tmp_path / name)
+        checkpoint = tmp_path / name / "checkpoint"
+        saved = json.loads((checkpoint / "generation_config.json").read_text())
+        assert config.items() <= saved.items()
+        assert transformers.AutoTokenizer.from_pretrained(checkpoint).pad_token == token
     assert same_run(tmp_path / "run", tmp_path / "wanted")
-    saved = json.loads((tmp_path / "run" / "checkpoint" / "generation_config.json").read_text())
-    assert {key: saved.get(key) for key in hostile if key != "num_beams"} == {
-        key: value for key, value in hostile.items() if key != "num_beams"}
-
-
-def test_a_generation_config_that_transformers_refuses_to_save_does_not_cost_the_weights(
-    made, monkeypatch, tmp_path
-):
-    # As after a change in memory: then save_pretrained raises "GenerationConfig is invalid".
-    real = transformers.AutoModelForCausalLM.from_pretrained
-    def from_pretrained(*args, **settings):
-        model = real(*args, **settings)
-        model.generation_config.temperature = 0.6
-        model.generation_config.do_sample = False
-        return model
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-        call(*made, "--steps", 1, "--out", tmp_path / "run")
-    call(*made, "--steps", 1, "--out", tmp_path / "wanted")
-    assert same_weights(tmp_path / "run" / "checkpoint", tmp_path / "wanted" / "checkpoint")
-    saved = json.loads((tmp_path / "run" / "checkpoint" / "generation_config.json").read_text())
-    assert (saved["temperature"], saved["do_sample"]) == (0.6, False)
-
-
-def test_dropout_never_acts(make_task, tmp_path):
-    # With dropout in sampling or scoring two passes differ: the ratio is not 1, the KL not 0.
-    make_task(ranked_reward)
-    with torch.random.fork_rng():
-        config = transformers.GPT2Config(vocab_size=259, eos_token_id=EOS_ID, bos_token_id=BOS,
-                                         resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
-                                         **SHAPES["GPT2"])
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
-    bos_tokenizer().save_pretrained(tmp_path / "m")
-    call("--task", "made", "--model", tmp_path / "m", "--steps", 1, "--max-new-tokens", 6,
-         "--clip-eps", 0.2, "--lr", 0, "--kl-coef", 0.1, "--out", tmp_path / "run")
-    row = metrics_of(tmp_path / "run")[0]
-    assert row["ratio_max"] == pytest.approx(1, abs=1e-4) and abs(row["kl"]) < 1e-6
-
-
-# ---- Prompts ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prompt_ids(monkeypatch):
-    """The prompts, as lists of ids, that reach grpo.sample."""
-    seen, real = [], grpo.sample
-    def sample(model, tokenizer, prompts, *rest, **settings):
-        seen.extend(prompts)
-        return real(model, tokenizer, prompts, *rest, **settings)
-    monkeypatch.setattr(grpo, "sample", sample)
-    return seen
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say."}]
+HALF = [{"role": "user", "content": "Say."}, {"role": "assistant", "content": "Hm. <think>"}]
 
 
-@pytest.mark.parametrize("template, prompt, flags, text", [
-    (None, "Say.", [], "Say."),
-    (TEMPLATE, "Say.", [], "[user]Say.<off>[assistant]"),
-    (TEMPLATE, "Say.", ["--thinking"], "[user]Say.<on>[assistant]"),
-    (TEMPLATE, "Say.", ["--no-chat-template"], "Say."),
-    (TEMPLATE, MESSAGES, [], "[system]Be brief.[user]Say.<off>[assistant]"),
-    (TEMPLATE, MESSAGES, ["--no-chat-template"], "Be brief.\nSay."),
-    (None, MESSAGES, [], "Be brief.\nSay."),
-])
-def test_a_prompt_is_rendered_with_exactly_one_bos_and_printed(
-    template, prompt, flags, text, made, prompt_ids, tmp_path, capsys
-):
-    source = save_small(tmp_path / "m", template=template)
-    rewards.TASKS["made"].train[:] = [{"prompt": prompt}]
-    call(*made, "--model", source, "--steps", 1, "--out", tmp_path / "run", *flags)
-    wanted = [BOS, *bos_tokenizer()(text)["input_ids"][1:]]
-    assert wanted.count(BOS) == 1 and prompt_ids == [wanted] * 2
-    assert f"first prompt: {'<bos>' + text!r}\n" in capsys.readouterr().out
-    assert samples_of(tmp_path / "run")[0]["prompt"] == prompt
+@pytest.mark.parametrize("adds", ["<bos> $A", "<bos> $A <eos>", "$A <eos>"])
+@pytest.mark.parametrize("template, prompt, flag, text", [
+    (None, "Say.", None, "Say."), (None, "<bos>Say.", None, "Say."),
+    (TEMPLATE, "Say.", None, "[user]Say.<off>[assistant]"),
+    (TEMPLATE, "Say.", "--no-chat-template", "Say."),
+    (TEMPLATE, MESSAGES, None, "[system]Be brief.[user]Say.<off>[assistant]"),
+    (TEMPLATE, MESSAGES, "--no-chat-template", "Be brief.\nSay."),
+    (TEMPLATE, HALF, None, "[user]Say.[assistant]Hm. <think>"),  # continued
+    (None, MESSAGES, None, "Be brief.\nSay.")])
+def test_a_prompt_has_one_bos_at_most_and_no_eos(template, prompt, flag, text, adds):
+    args = SimpleNamespace(no_chat_template=flag is not None)
+    ids = grpo.encode_prompt(bos_tokenizer(template, adds), prompt, args)
+    bos = [BOS] if "<bos>" in adds or "<bos>" in prompt or text[0] == "[" else []
+    assert ids == bos + bos_tokenizer(adds="$A")(text).input_ids and EOS not in ids
 
 
 @pytest.mark.parametrize("kind", ["training", "held-out"])
-@pytest.mark.parametrize("prompt, fits", [("", False), ("x" * 58, True), ("x" * 59, False)])
-def test_a_prompt_that_is_empty_or_leaves_no_room_is_refused_by_row(
-    kind, prompt, fits, make_task, tmp_path, capsys
+@pytest.mark.parametrize("prompt, said", [
+    ("x" * 58, None), ("x" * 59, "59 tokens and --max-new-tokens 6"), ("", "0 tokens"),
+    ("<new>", "no row for token 259: resize_token_embeddings"),
+    ([{"role": "system", "content": "?"}], "no system role")])  # as Gemma's
+def test_a_prompt_that_cannot_be_used_is_refused_by_its_row(
+    kind, prompt, said, made, tmp_path, capsys
 ):
-    # 64 positions less 6 new tokens: 58 bytes fit, 59 do not; with learned positions the longest
-    # that fits runs, and one more would crash or be cut.
-    make_task(ranked_reward)
+    # 64 positions less 6 new tokens: 58 bytes fit. With learned positions 59 would crash or be cut.
     task, examples = rewards.TASKS["made"], [{"prompt": "p", "answer": "a"}] * 2
     task.train[:], task.test[:] = examples, examples
     (task.train if kind == "training" else task.test)[1] = {"prompt": prompt, "answer": "a"}
-    source = save_small(tmp_path / "m", "GPT2")
-    grpo.tiny_policy()[1].save_pretrained(source)  # adds no BOS: "" is no token at all
-    flags = ["--task", "made", "--model", source, "--max-new-tokens", 6, "--steps", 1,
-             "--prompts-per-step", 2, "--group-size", 2, "--eval-every", 1, "--out", tmp_path / "o"]
-    if fits:
+    tokenizer = bos_tokenizer(adds="$A", template=(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ messages[0].content }}"))
+    tokenizer.add_tokens(["<new>"])
+    source = save_small(tmp_path / "m", "GPT2", tokenizer=tokenizer)
+    flags = [*made, "--model", source, "--steps", 1, "--eval-every", 1, "--out", tmp_path / "out"]
+    if said is None:
         assert call(*flags) == 0
-        return
-    error = refused(capsys, *flags)
-    assert f"{kind} example 2" in error and str(len(prompt)) in error
-    assert "--max-new-tokens" in error
-    assert not (tmp_path / "o").exists()
+    else:
+        error = refused(capsys, *flags)
+        assert f"{kind} example 2: " in error and said in error
+        assert not (tmp_path / "out").exists()
 
 
-def test_a_chat_template_that_raises_is_refused_by_row(made, tmp_path, capsys):
-    # As Gemma's does for a system message.
-    template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
-                "{% endif %}{{ messages[0].content }}")
-    source = save_small(tmp_path / "m", template=template)
-    rewards.TASKS["made"].train[:] = [{"prompt": "Say."}, {"prompt": MESSAGES}]
-    error = refused(capsys, *made, "--model", source, "--out", tmp_path / "run")
-    assert "training example 2" in error and "no system role" in error
+def weights(change):
+    """A damage to the model's file."""
+    def damage(folder):
+        changed = change(load_file(folder / "model.safetensors"))
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    return damage
 
 
-DAMAGE = {
-    "empty": lambda folder: [path.unlink() for path in folder.iterdir()],
-    "config only": lambda folder: [path.unlink() for path in folder.iterdir()
-                                   if path.name != "config.json"],
-    "config no JSON": lambda folder: (folder / "config.json").write_text("{oops"),
-    "another architecture": lambda folder: (folder / "config.json").write_text(
-        '{"model_type": "t5"}'),
-    "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 5000),
-    "weights of another shape": lambda folder: (folder / "config.json").write_text(
-        (folder / "config.json").read_text().replace('"vocab_size": 259', '"vocab_size": 300')),
-    "no tokenizer": lambda folder: [path.unlink() for path in folder.glob("token*")],
-    "tokenizer of no kind": lambda folder: (folder / "tokenizer.json").write_text("{}"),
-}
+def config(name, value):
+    def damage(folder):
+        old = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**old, name: value}))
+    return damage
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Llama", "GPT2"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_folder_that_holds_no_whole_model_costs_one_line(damage, name, tmp_path, capsys):
-    save_small(tmp_path / "m", name)  # without a tokenizer some get one of special tokens alone
-    DAMAGE[damage](tmp_path / "m")
-    error = refused(capsys, "--model", tmp_path / "m", "--out", tmp_path / "o")
-    assert f"--model {tmp_path / 'm'}" in error and len(error) < 600
-    assert ("tokenizer" in error) == (damage == "no tokenizer") or damage == "tokenizer of no kind"
-    assert not (tmp_path / "o").exists()
+def keep(*names):
+    return lambda folder: [p.unlink() for p in folder.iterdir() if p.name not in names]
 
 
-# ---- Data ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, damage, said", [
+    ("Qwen3", keep(), ""), ("Qwen3", keep("config.json"), ""),
+    ("Qwen3", config("model_type", "t5"), ""), ("Qwen3", config("vocab_size", 300), ""),
+    ("Qwen3", lambda folder: (folder / "config.json").write_text("{oops"), ""),
+    ("Qwen3", lambda folder: (folder / "tokenizer.json").write_text("{}"), ""),
+    ("Qwen3", lambda folder: os.truncate(folder / "model.safetensors", 5000), ""),
+    # Without a tokenizer some models get one of special tokens alone.
+    ("Qwen3", keep("config.json", "model.safetensors"), "tokenizer"),
+    ("GPT2", keep("config.json", "model.safetensors"), "tokenizer"),
+    # What was saved after torch.compile: a layer has 9 weights, and there are 3 others.
+    ("Llama", weights(lambda w: {f"_orig_mod.{k}": v for k, v in w.items()}),
+     " 12 weights are not in the file and would be random: lm_head.weight, "),
+    ("Llama", weights(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}),
+     " 1 weights are not in the file and would be random: lm_head.weight, "),
+    ("Llama", config("num_hidden_layers", 2), " 9 weights are not in the file and would be random: "
+     "model.layers.1.input_layernorm.weight, ")])
+def test_a_folder_that_holds_no_whole_model_costs_one_line(name, damage, said, tmp_path, capsys):
+    source = save_small(tmp_path / "m", name)
+    damage(source)
+    error = refused(capsys, "--model", source, "--out", tmp_path / "out")
+    assert f"--model {source}" in error and said in error and len(error) < 600
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def ranked(monkeypatch):
-    """--reward ranked, which keeps the columns that it is called with."""
-    seen = []
-    def ranked_reward(completions, **columns):
-        seen.append(columns)
-        return [float(row % 3) for row, _ in enumerate(completions)]
-    monkeypatch.setitem(rewards.REWARDS, "ranked", ranked_reward)
-    return seen
+def test_weights_that_are_not_used_are_said_once(made, tmp_path, capsys):
+    source = save_small(tmp_path / "m", "Llama", num_hidden_layers=2)
+    config("num_hidden_layers", 1)(source)
+    call(*made, "--model", source, "--steps", 1, "--out", tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("are not used") == 1
+    assert "9 weights in the file are not used: model.layers.1.input_layernorm.weight" in said
 
 
-def data_flags(small, data, *flags):
-    return ["--model", small, "--data", data, "--group-size", 2, "--max-new-tokens", 4,
-            "--steps", 1, *flags]
-
-
-def test_crlf_a_bom_and_blank_lines_are_fine_and_all_columns_reach_the_rewards(
-    small, ranked, tmp_path
+@pytest.mark.parametrize(
+    "fault", ["none", "cache", "positions", "padding", "signature", "bidirectional"])
+def test_a_model_whose_sampler_is_not_the_scored_network_is_refused(
+    fault, made, monkeypatch, capsys, tmp_path
 ):
-    rows = [{"prompt": "é\u2028?", "answer": 4, "level": ["x", None]},
-            {"prompt": "b", "answer": "five", "level": []}]
-    lines = [json.dumps(rows[0], ensure_ascii=False), "", "  ", json.dumps(rows[1]), "", ""]
-    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    call(*data_flags(small, tmp_path / "d.jsonl", "--reward", "ranked", "--out", tmp_path / "run",
-                     "--prompts-per-step", 2))
-    (columns,) = ranked
-    assert set(columns) == {"prompts", "answer", "level"}
-    order = rows if columns["answer"][0] == 4 else rows[::-1]
-    twice = [row for row in order for _ in range(2)]  # prompt-major, a group of two each
-    assert columns["answer"] == [row["answer"] for row in twice]
-    assert columns["level"] == [row["level"] for row in twice]
-    assert columns["prompts"] == [row["prompt"] for row in twice]
-    assert [s["prompt"] for s in samples_of(tmp_path / "run")] == columns["prompts"]
+    source = save_small(tmp_path / "m", "Bert" if fault == "bidirectional" else "GPT2")
+    forward = transformers.GPT2LMHeadModel.forward
+    def faulty(self, **settings):
+        if fault == "cache" and settings["input_ids"].shape[1] == 1:
+            settings["position_ids"] = settings["position_ids"] + 1
+        if fault == "padding":  # is attended to
+            settings["attention_mask"] = None
+        if fault == "positions":  # are counted from the padding on
+            settings["position_ids"] = None
+        return forward(self, **settings)
+    if fault != "signature":  # by which `generate` knows what the model takes
+        faulty = functools.wraps(forward)(faulty)
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", faulty)
+    flags = [*made, "--model", source, "--steps", 1, "--out", tmp_path / "out"]
+    if fault == "none":
+        assert call(*flags) == 0
+    else:
+        error = refused(capsys, *flags)
+        assert re.search(r" [\d.e+]+ nats apart", error) and str(source) in error
+        assert not (tmp_path / "out").exists()
 
 
-GOOD = '{"prompt": "p", "answer": 1}'
+def test_the_check_of_the_sampler_changes_no_run(made, monkeypatch, tmp_path):
+    call(*made, "--steps", 2, "--out", tmp_path / "with")
+    monkeypatch.setattr(grpo, "check_sampler", lambda *_: None)
+    call(*made, "--steps", 2, "--out", tmp_path / "without")
+    assert same_run(tmp_path / "with", tmp_path / "without")
 
 
-@pytest.mark.parametrize("line", [
-    "p", "[1]", '"p"', "3", "null", "{", '{"answer": 1}', '{"prompt": "", "answer": 1}',
-    '{"prompt": " ", "answer": 1}', '{"prompt": 5, "answer": 1}', '{"prompt": null, "answer": 1}',
-    '{"prompt": [], "answer": 1}', '{"prompt": [{"content": "no role"}], "answer": 1}',
-    '{"prompt": ["p"], "answer": 1}', '{"prompt": "p"}', '{"prompt": "p", "answer": ""}',
-    '{"prompt": "p", "answer": "  "}', '{"prompt": "p", "answer": null}',
-    '{"prompt": "p", "answer": NaN}', '{"prompt": "p", "answer": "-inf"}',
-    '{"prompt": "p", "answer": Infinity}', '{"prompt": "p", "answer": 1, "more": 2}',
-    '{"prompt": "p", "answer": 1, "completions": 2}', GOOD + GOOD, "[" * 100_000])
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-def test_a_line_that_cannot_be_used_is_refused_by_its_number(flag, line, small, tmp_path, capsys):
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_text(GOOD + "\n")
-    bad.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")  # the blank line is counted
-    other = {"--data": "--eval-data", "--eval-data": "--data"}[flag]
-    error = refused(capsys, "--model", small, flag, bad, other, good, "--reward", "correct",
-                    "--out", tmp_path / "o")
-    assert str(bad) in error and "line 3:" in error
-    assert not (tmp_path / "o").exists()
+# ---- Evaluation and warnings =================================================================
+# What a run says of itself beside its metrics.
 
 
-def test_lines_that_are_not_utf_8_are_refused_by_number_and_a_file_of_blank_lines_by_name(
-    small, tmp_path, capsys
-):
-    data = tmp_path / "d.jsonl"
-    data.write_bytes(GOOD.encode() + b"\n{\"prompt\": \"\xff\", \"answer\": 1}\n")
-    assert f"{data}, line 2:" in refused(capsys, "--model", small, "--data", data)
-    data.write_bytes(b"\xef\xbb\xbf\r\n\r\n")
-    assert str(data) in refused(capsys, "--model", small, "--data", data)
-
-
-def test_batch_gives_every_example_once_before_any_comes_again():
-    task = rewards.Task(train=[{"prompt": str(i)} for i in range(5)], rewards=[ranked_reward])
-    sequence = task.batch(0, 50, seed=3)  # ten rounds
-    rounds = [[e["prompt"] for e in sequence[i:i + 5]] for i in range(0, 50, 5)]
-    assert all(sorted(one) == list("01234") for one in rounds)
-    assert len({tuple(one) for one in rounds}) > 5  # each shuffled anew: 120 orders
-    # From the position alone, in pieces of any size, also more than there are examples.
-    for size in (1, 3, 7):
-        pieces = [e for start in range(0, 42, size) for e in task.batch(start, size, 3)]
-        assert pieces == sequence[:42]
-    assert task.batch(0, 50, seed=4) != sequence
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--prompts-per-step", 1, "--dynamic-sampling", 1]], ids=["plain", "dynamic sampling"])
-def test_the_program_takes_every_prompt_once_before_any_comes_again(flags, made, tmp_path):
-    # 5 steps of 2 of 5 prompts: two rounds
-    call(*made, *flags, "--steps", 5, "--out", tmp_path / "run")
-    prompts = [s["prompt"] for s in samples_of(tmp_path / "run")][::4]
-    assert len(prompts) == 10
-    assert len(set(prompts[:5])) == len(set(prompts[5:])) == 5
-
-
-def test_rewards_are_chosen_by_name_and_weighted(small, ranked, tmp_path):
-    (tmp_path / "d.jsonl").write_text(GOOD)
-    flags = data_flags(small, tmp_path / "d.jsonl", "--reward", "tags", "ranked")
-    call(*flags, "--reward-weights", 2, 0.5, "--out", tmp_path / "w")
-    rows = samples_of(tmp_path / "w")
-    assert [row["rewards"][1] for row in rows] == [0, 1]
-    assert [row["reward"] for row in rows] == [2 * a + 0.5 * b for a, b in
-                                               (row["rewards"] for row in rows)]
-    assert {"reward/tags", "reward/ranked"} <= set(metrics_of(tmp_path / "w")[0])
-    call(*flags, "--out", tmp_path / "one")
-    assert [row["reward"] for row in samples_of(tmp_path / "one")] == [
-        sum(row["rewards"]) for row in samples_of(tmp_path / "one")]
-
-
-@pytest.mark.parametrize("flags, named", [
-    (["--reward", "tags", "think", "--reward-weights", "1"], "1 weights for 2 rewards"),
-    (["--reward-weights", "1", "2"], "2 weights for 1 rewards"),
-    (["--reward-weights", "nan"], "--reward-weights"),
-    (["--reward", "nonsense"], "--reward"), (["--reward"], "--reward"),
-    (["--reward", "correct"], "answer"), (["--reward", "correct_think"], "answer"),
-    (["--eval-every", "1"], "--eval-every"),
-])
-def test_rewards_and_evaluation_that_cannot_work_are_refused(
-    flags, named, small, tmp_path, capsys
-):
-    (tmp_path / "d.jsonl").write_text('{"prompt": "p"}\n')
-    for data in ([], ["--data", tmp_path / "d.jsonl"]):
-        assert named in refused(capsys, "--model", small, *data, *flags, "--out", tmp_path / "o")
-
-
-@pytest.mark.parametrize("name", list(rewards.REWARDS))
-def test_rewards_take_one_message_chat_completions(name):
-    texts = ["<think>2 + 2</think><answer>4</answer>", "<answer>4</answer>", "<answer>", "4"]
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = {"prompts": ["?"] * 4, "answer": ["4"] * 4}
-    random.seed(1)
-    coins = [float(random.random() < 0.5) for _ in texts]
-    wanted = {"tags": [3, 3, 1, 0], "correct": [1, 1, 0, 0], "think": [1, 0, 0, 0],
-              "correct_think": [1, 0, 0, 0], "guess_only": [0, 1, 0, 0], "coin": coins}[name]
-    for completions in (texts, chats):
-        random.seed(1)
-        assert rewards.REWARDS[name](completions=completions, **columns) == wanted
-
-
-# ---- Evaluation ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def held_out(monkeypatch):
-    """Three held-out examples, of which `correct` takes the first; what it is given is kept."""
-    rewards.TASKS["made"].test[:] = [{"prompt": p, "answer": p} for p in ("a", "bcd", "ef")]
-    seen = []
-    def correct_reward(completions, answer, **columns):
+def test_eval_every_measures_greedy_texts_and_changes_no_training_sample(made, tmp_path):
+    task, seen = rewards.TASKS["made"], []
+    task.test[:] = [{"prompt": p, "answer": p} for p in ("a", "bcd", "ef")]
+    def first_reward(completions, answer):
         seen.append((completions, answer))
         return [1.0, 0.0, 0.0]
-    monkeypatch.setattr(rewards, "correct_reward", correct_reward)
-    return seen
-
-
-def test_eval_every_measures_before_every_n_steps_and_at_the_end(made, held_out, tmp_path):
-    call(*made, "--steps", 5, "--eval-every", 2, "--out", tmp_path / "run")
-    found = {row["step"]: row["eval_accuracy"] for row in metrics_of(tmp_path / "run")
-             if "eval_accuracy" in row}
+    task.evaluate = first_reward
+    call(*made, "--steps", 5, "--eval-every", 2, "--out", tmp_path / "with")
+    call(*made, "--steps", 5, "--out", tmp_path / "without")
+    rows = metrics_of(tmp_path / "with")
+    found = {row["step"]: row.pop("eval_accuracy") for row in rows if "eval_accuracy" in row}
     assert found == {step: pytest.approx(1 / 3) for step in (0, 2, 4, 5)}
-    # Before training the texts are the source's greedy ones, here by argmax, a prompt at a time.
+    (tmp_path / "with" / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert same_run(tmp_path / "with", tmp_path / "without")
+    # Before training the texts are the source's greedy ones, each generated alone.
     model, tokenizer = small_model(), bos_tokenizer()
-    for text, prompt in zip(*held_out[0], strict=True):
-        ids = tokenizer(prompt)["input_ids"]
-        for _ in range(6):
-            with torch.no_grad():
-                ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-            if ids[-1] == EOS_ID:
-                break
-        completion = ids[len(tokenizer(prompt)["input_ids"]):]
-        assert text == tokenizer.decode([i for i in completion if i != EOS_ID])
+    for text, prompt in zip(*seen[0], strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")
+        greedy = model.generate(**ids, do_sample=False, max_new_tokens=6, pad_token_id=PAD)[0, -6:]
+        assert text == tokenizer.decode(greedy).partition("<eos>")[0]
 
 
-def test_evaluation_changes_no_training_sample(made, held_out, tmp_path):
-    call(*made, "--steps", 3, "--out", tmp_path / "without")
-    call(*made, "--steps", 3, "--eval-every", 1, "--out", tmp_path / "with")
-    assert len(held_out) == 4
-    a, b = (tmp_path / name / "samples.jsonl" for name in ("without", "with"))
-    assert a.read_bytes() == b.read_bytes()
-    assert same_weights(tmp_path / "without" / "checkpoint", tmp_path / "with" / "checkpoint")
+def warnings_of(capsys, word):
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("warning") and word in line]
 
 
-def test_eval_accuracy_is_the_held_out_fraction_correct_whatever_the_reward(
-    made, monkeypatch, tmp_path
-):
-    rewards.TASKS["made"].test[:] = [{"prompt": "p", "answer": a} for a in ("4", "5", "4.0", "x")]
-    real = grpo.sample
-    def sample(*args, **settings):
-        rollout = real(*args, **settings)
-        if settings.get("temperature") == 0:
-            rollout.texts = ["<answer>4</answer>"] * len(rollout.texts)
+@pytest.mark.parametrize("steps, graded, wanted", [(9, 0, 0), (10, 0, 1), (25, 0, 3), (18, 9, 0)])
+def test_ten_flat_steps_in_a_row_are_warned_of(steps, graded, wanted, made, capsys, tmp_path):
+    turns = []
+    def flat_reward(completions, **columns):
+        turns.append(1)
+        return [float(row and len(turns) == graded) for row, _ in enumerate(completions)]
+    rewards.TASKS["made"].rewards = [flat_reward]
+    call(*made, "--steps", steps, "--out", tmp_path)
+    found = warnings_of(capsys, "nothing to compare")  # in steps 10, 20 and the last
+    assert len(found) == wanted
+    assert all("--temperature" in line and "--reward" in line for line in found)
+
+
+@pytest.mark.parametrize("cut, wanted", [(4, 0), (5, 4)])
+def test_more_than_half_truncated_is_warned_of(cut, wanted, made, monkeypatch, capsys, tmp_path):
+    sample = grpo.sample
+    def shortened(*args, **settings):
+        rollout = sample(*args, **settings)
+        rollout.truncated = torch.arange(8) < cut
         return rollout
-    monkeypatch.setattr(grpo, "sample", sample)
-    call(*made, "--steps", 1, "--eval-every", 5, "--out", tmp_path / "run")
-    assert [row["eval_accuracy"] for row in metrics_of(tmp_path / "run")] == [0.5, 0.5]
+    monkeypatch.setattr(grpo, "sample", shortened)
+    call(*made, "--steps", 22, "--out", tmp_path)
+    assert len(warnings_of(capsys, "--max-new-tokens")) == wanted  # in steps 1, 10, 20 and 22
+    assert [row["truncated"] for row in metrics_of(tmp_path)] == [cut / 8] * 22
 
 
-# ---- Nothing lost -------------------------------------------------------------------------------
-
-
-def drawn_reward(completions, **columns):
-    return [random.random() for _ in completions]
+# ==== 14. Nothing lost ===========================================================================
+# A run that was stopped, killed or spoiled goes on from its last whole checkpoint, bit for bit.
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--kl-coef", 0.1, "--ref-every", 3, "--clip-eps", 0.2, "--minibatches", 2],
-    ["--kl-coef", 0.5, "--seed", 7, "--eval-every", 3],
-    ["--dynamic-sampling", 1, "--advantage", "none", "--off-policy-mask", 0.1, "--inner-epochs", 2]
-], ids=["plain", "ref-every", "kl", "dynamic-sampling"])
+    [], ["--kl-coef", 0.1, "--clip-eps", 0.2, "--inner-epochs", 3],
+    ["--kl-coef", 0.5, "--seed", 7, "--eval-every", 2, "--advantage", "none"]], ids=str)
 def test_two_steps_resumed_for_two_more_are_four_steps_bit_for_bit(flags, made, tmp_path):
     task = rewards.TASKS["made"]
-    task.rewards, task.test = [drawn_reward], [{"prompt": "p", "answer": "a"}]
+    task.rewards, task.test = [rewards.coin_reward], [{"prompt": "p", "answer": "a"}]
     call(*made, *flags, "--steps", 4, "--out", tmp_path / "four")
     call(*made, *flags, "--steps", 2, "--out", tmp_path / "two")
     assert not same_weights(tmp_path / "four" / "checkpoint", tmp_path / "two" / "checkpoint")
     torch.manual_seed(99)  # another process has other states
     random.seed(99)
     call("--resume", tmp_path / "two", "--steps", 4)  # every other flag is in config.json
-    if "--eval-every" in flags:  # the end of the first half was measured, too
-        path = tmp_path / "two" / "metrics.jsonl"
-        rows = metrics_of(tmp_path / "two")
-        assert rows[2].pop("eval_accuracy") is not None
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert same_run(tmp_path / "four", tmp_path / "two")
-    rows = metrics_of(tmp_path / "two")
-    assert len({row["reward"] for row in rows if row["step"]}) == 4  # drawn anew in each step
-    states = [torch.load(tmp_path / run / "checkpoint" / "trainer.pt") for run in ("four", "two")]
-    assert [state["step"] for state in states] == [4, 4]
+    for steps in [], ["--steps", 1]:  # a finished run has nothing more to do
+        call("--resume", tmp_path / "two", *steps)
+        assert same_run(tmp_path / "four", tmp_path / "two")
+    tossed = [sample["reward"] for sample in lines_of(tmp_path / "two", "samples.jsonl")]
+    assert len({tuple(tossed[i:i + 8]) for i in range(0, 32, 8)}) == 4  # anew in each step
+    assert torch.load(tmp_path / "two" / "checkpoint" / "trainer.pt")["step"] == 4
 
 
-def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
-    call(*made, "--steps", 2, "--out", tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    for steps in ([], ["--steps", 1]):
-        call("--resume", tmp_path / "run", *steps)
-        assert same_run(tmp_path / "run", tmp_path / "copy")
-
-
-def test_lines_after_the_checkpoint_are_dropped_and_a_half_written_one_too(made, tmp_path):
-    call(*made, "--steps", 4, "--out", tmp_path / "four")
-    for tail in (b"", b'{"step": 5, "rew', b'{"step": 5}'):
-        two = tmp_path / "two"
-        shutil.rmtree(two, ignore_errors=True)
-        call(*made, "--steps", 2, "--out", two)
-        for name in ("metrics.jsonl", "samples.jsonl"):  # killed in step 5, before it was saved
-            (two / name).write_bytes((tmp_path / "four" / name).read_bytes() + tail)
-        call("--resume", two, "--steps", 4)
-        assert same_run(tmp_path / "four", two)
-
-
-def test_the_evaluation_before_training_is_recorded_once(made, held_out, tmp_path):
-    flags = ["--eval-every", 1, "--out", tmp_path / "run"]
-    call(*made, *flags, "--steps", 0)
-    call("--resume", tmp_path / "run", "--steps", 1)
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
-
-
-def test_a_rate_given_on_resuming_is_the_rate_that_acts(made, tmp_path):
-    call(*made, "--steps", 1, "--out", tmp_path / "run")
-    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "before")
-    call("--resume", tmp_path / "run", "--steps", 2, "--lr", 0)
-    assert metrics_of(tmp_path / "run")[1]["lr"] == 0
-    assert same_weights(tmp_path / "before", tmp_path / "run" / "checkpoint")
-
-
-def test_a_run_is_resumed_from_checkpoint_old_where_checkpoint_is_missing(made, tmp_path):
-    call(*made, "--steps", 4, "--out", tmp_path / "four")
-    call(*made, "--steps", 2, "--out", tmp_path / "two")
-    (tmp_path / "two" / "checkpoint").rename(tmp_path / "two" / "checkpoint.old")
-    call("--resume", tmp_path / "two", "--steps", 4)
-    assert same_run(tmp_path / "four", tmp_path / "two")
-    assert not (tmp_path / "two" / "checkpoint.old").exists()
+def test_flags_given_on_resuming_act(made, tmp_path):
+    call(*made, "--steps", 2, "--out", tmp_path)
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "before")
+    call("--resume", tmp_path, "--steps", 3, "--lr", 0)
+    assert metrics_of(tmp_path)[2]["lr"] == 0
+    assert same_weights(tmp_path / "before", tmp_path / "checkpoint")
+    call("--resume", tmp_path, "--steps", 5, "--lr", 1e-3, "--kl-coef", 0.1)
+    call("--resume", tmp_path, "--steps", 6)  # the reference is kept from then on
+    kls = [row["kl"] for row in metrics_of(tmp_path)]
+    assert kls[:3] == [None] * 3
+    assert kls[3] == pytest.approx(0, abs=1e-6)  # at first it is the policy as resumed
+    assert 1e-5 < kls[4] < kls[5]
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the program catches it."""
-
-
-def half_tree(path, **_):
-    for file in sorted(Path(path).glob("*"))[:2]:
-        file.unlink()
 
 
 def half_model(model, path, **_):
@@ -2999,25 +2511,23 @@ def half_model(model, path, **_):
 
 
 OPERATIONS = [  # of a save, and how far each comes before the kill
-    (shutil, "rmtree", half_tree), (Path, "rename", lambda *_: None),
-    (torch, "save", lambda state, path: Path(path).write_bytes(b"PK\3\4")),
     (transformers.PreTrainedModel, "save_pretrained", half_model),
-    (transformers.PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: None)]
+    (transformers.PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: None),
+    (torch, "save", lambda state, path: Path(path).write_bytes(b"PK\3\4")),
+    (Path, "rename", lambda *_: None),
+    (shutil, "rmtree", lambda path, **_: [p.unlink() for p in sorted(Path(path).glob("*"))[:2]])]
 
 
 @pytest.mark.parametrize("moment", range(7))  # three writes, rmtree, two renames, rmtree
 def test_killed_in_any_file_operation_of_a_save_a_run_resumes(moment, made, monkeypatch, tmp_path):
     call(*made, "--steps", 4, "--out", tmp_path / "four")
-    run, count = tmp_path / "run", 0
+    run, count = tmp_path / "run", itertools.count()
 
     def interrupted(real, half):
         def operation(*args, **settings):
-            nonlocal count
-            if len(metrics_of(run)) == 3:  # in the save after step 3
-                count += 1
-                if count == moment + 1:
-                    half(*args, **settings)
-                    raise Killed
+            if len(metrics_of(run)) == 3 and next(count) == moment:  # in the save after step 3
+                half(*args, **settings)
+                raise Killed
             return real(*args, **settings)
         return operation
 
@@ -3028,693 +2538,83 @@ def test_killed_in_any_file_operation_of_a_save_a_run_resumes(moment, made, monk
             call(*made, "--steps", 4, "--save-every", 1, "--out", run)
     whole = run / ("checkpoint" if (run / "checkpoint").exists() else "checkpoint.old")
     assert torch.load(whole / "trainer.pt")["step"] == 2 + (moment == 6)
+    for name in "metrics.jsonl", "samples.jsonl":  # it may also have died while it wrote a line
+        with (run / name).open("a") as file:
+            file.write('{"step": 4}\n{"step": 5, "rew'[:9 * moment])
     call("--resume", run)
     assert same_run(tmp_path / "four", run)
     assert {path.name for path in run.iterdir()} == {
         "config.json", "metrics.jsonl", "samples.jsonl", "checkpoint"}
 
 
-MY_TASK = """
-import sys, grpo, rewards
-
-def size_reward(completions, **columns):
-    return [float(len(text.encode()) % 3) for text in completions]
-
-task = rewards.Task([{"prompt": f"Say {i * str(i)}."} for i in range(5)], [size_reward])
-rewards.TASKS["sizes"] = task
-if __name__ == "__main__":
-    sys.exit(grpo.main())
-"""
-
-
-def test_killed_with_sigkill_at_random_moments_a_run_ends_as_if_it_had_not_been(
-    small, monkeypatch, tmp_path
-):
-    (tmp_path / "my_task.py").write_text(MY_TASK)
-    flags = ["--task", "sizes", "--model", small, "--prompts-per-step", 2, "--group-size", 4,
-             "--max-new-tokens", 6, "--lr", 1e-3, "--steps", 50, "--save-every", 1]
-    monkeypatch.setattr(rewards, "TASKS", {**rewards.TASKS})
-    exec(MY_TASK, {"__name__": "my_task"})
-    call(*flags, "--out", tmp_path / "wanted")
-
-    def start(*flags):
-        return subprocess.Popen(
-            [sys.executable, "my_task.py", *map(str, flags)], cwd=tmp_path, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)})
-
-    def last_save():
-        try:
-            return (run / "checkpoint" / "trainer.pt").stat().st_mtime_ns
-        except FileNotFoundError:
-            return before
-
-    run, rng, kills, before = tmp_path / "run", random.Random(0), 0, 0
-    process = start(*flags, "--out", "run")
-    for _ in range(3):
-        deadline = time.monotonic() + 60
-        while last_save() == before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.2))
-        process.kill()
-        kills += process.wait(30) == -signal.SIGKILL
-        before = last_save()
-        process = start("--resume", "run")
-    assert process.wait(60) == 0, process.stderr.read()
-    assert kills >= 2  # one may have come after the end
-    assert same_run(tmp_path / "wanted", run)
-    assert [row["step"] for row in metrics_of(run)] == list(range(1, 51))
-
-
-def test_a_kill_while_config_json_is_written_leaves_the_run_resumable(
-    made, monkeypatch, tmp_path
-):
-    call(*made, "--steps", 2, "--out", tmp_path / "run")
-    real = Path.write_text
-    def write_text(path, text, *rest):
-        real(path, text[:len(text) // 2], *rest)
+def test_a_kill_while_config_json_is_written_leaves_the_run_resumable(made, monkeypatch, tmp_path):
+    call(*made, "--steps", 2, "--out", tmp_path)
+    write_text = Path.write_text
+    def killed(path, text, *rest):
+        write_text(path, text[:len(text) // 2], *rest)
         raise Killed
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", write_text)
+        patch.setattr(Path, "write_text", killed)
         with pytest.raises(Killed):
-            call("--resume", tmp_path / "run", "--steps", 3)
-    call("--resume", tmp_path / "run", "--steps", 3)
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
-
-
-def test_a_folder_without_a_run_is_not_resumed(made, tmp_path, capsys):
-    call(*made, "--steps", 1, "--out", tmp_path / "run")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    (tmp_path / "no_checkpoint").mkdir()
-    shutil.copy(tmp_path / "run" / "config.json", tmp_path / "no_checkpoint")
-    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "no_config" / "checkpoint")
-    for name in ("empty", "file", "missing", "no_checkpoint", "no_config"):
-        error = refused(capsys, "--resume", tmp_path / name)
-        assert f"--resume {tmp_path / name}:" in error
+            call("--resume", tmp_path, "--steps", 3)
+    call("--resume", tmp_path, "--steps", 3)
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name, content", [
-    ("config.json", b"{oops"), ("config.json", b"[]"), ("config.json", b"\xff\xfe"),
-    ("config.json", b'{"task": "gone"}'), ("checkpoint/trainer.pt", b"junk"),
-    ("checkpoint/trainer.pt", None), ("checkpoint/model.safetensors", b"junk"),
-    ("checkpoint/model.safetensors", None)])
+    ("config.json", None), ("config.json", b"{oops"), ("config.json", b"[]"),
+    ("config.json", b"\xff\xfe"), ("config.json", b'{"task": "gone"}'), ("checkpoint", None),
+    ("checkpoint/trainer.pt", None), ("checkpoint/trainer.pt", b"junk"),
+    ("checkpoint/model.safetensors", None), ("checkpoint/model.safetensors", b"junk")])
 def test_a_damaged_run_is_refused_with_one_line(name, content, made, tmp_path, capsys):
-    call(*made, "--steps", 1, "--out", tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
+    call(*made, "--steps", 1, "--out", tmp_path)
+    (tmp_path / name).rename(tmp_path / "away")
     if content is not None:
-        (tmp_path / "run" / name).write_bytes(content)
-    error = refused(capsys, "--resume", tmp_path / "run", "--steps", 2)
-    assert f"--resume {tmp_path / 'run'}:" in error
+        (tmp_path / name).write_bytes(content)
+    error = refused(capsys, "--resume", tmp_path, "--steps", 2)
+    assert f"--resume {tmp_path}:" in error
 
 
-def test_a_kl_term_added_on_resuming_refers_to_the_checkpoint(made, tmp_path):
-    call(*made, "--steps", 2, "--out", tmp_path / "run")
-    call("--resume", tmp_path / "run", "--steps", 4, "--kl-coef", 0.1)
-    call("--resume", tmp_path / "run", "--steps", 5)  # and it is kept from then on
-    kls = [row["kl"] for row in metrics_of(tmp_path / "run")]
-    assert kls[:2] == [None, None]
-    assert kls[2] == pytest.approx(0, abs=1e-6)  # at first they are the same model
-    assert 1e-5 < kls[3] < kls[4]
+def once(step, function, failure):
+    """A function that fails in one step of all."""
+    turns = itertools.count(1)
+    def called(*args, **settings):
+        return (failure if next(turns) == step else function)(*args, **settings)
+    called.__name__ = function.__name__
+    return called
 
 
-def test_a_reward_that_raises_costs_its_step_and_none_before_it(made, tmp_path):
-    task, calls = rewards.TASKS["made"], []
-    def failing_reward(completions, **columns):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ZeroDivisionError("mine")
-        return ranked_reward(completions)
-    call(*made, "--steps", 4, "--out", tmp_path / "four")
-    failing_reward.__name__ = "ranked_reward"
-    task.rewards = [failing_reward]
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        call(*made, "--steps", 4, "--out", tmp_path / "run")
-    assert torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")["step"] == 2
-    call("--resume", tmp_path / "run")
-    assert same_run(tmp_path / "four", tmp_path / "run")
+def bug(**columns):
+    return columns["no such column"]
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_last_checkpoint_to_resume_from(
-    made, monkeypatch, tmp_path
+def not_finite(logps, *_, **__):
+    return logps.sum() * math.inf, {"ratios": torch.ones(1), "clipped": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("failure, said", [
+    (bug, None), (lambda **_: [1.0] * 7, "reward ranked: 7 values for 8 completions"),
+    (not_finite, r"loss -inf, gradient norm nan.*")])
+def test_a_step_that_fails_costs_itself_and_none_before_it(
+    failure, said, step, made, monkeypatch, tmp_path
 ):
-    call(*made, "--steps", 4, "--out", tmp_path / "four")
-    real, calls = grpo.policy_loss, []
-    def poisoned(*args, **settings):
-        loss, stats = real(*args, **settings)
-        calls.append(1)
-        return loss * (math.nan if len(calls) == 3 else 1), stats
-    monkeypatch.setattr(grpo, "policy_loss", poisoned)
-    with pytest.raises(SystemExit) as stopped:
-        call(*made, "--steps", 4, "--save-every", 1, "--out", tmp_path / "run")
-    message = stopped.value.code  # a string: Python prints it and exits with 1
-    assert message == "grpo.py: step 3: loss nan, gradient nan; lower --lr"
-    state = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt")
-    assert state["step"] == 2
-    assert all(p.isfinite().all() for p in weights_of(tmp_path / "run" / "checkpoint").values())
-    call("--resume", tmp_path / "run")
-    assert same_run(tmp_path / "four", tmp_path / "run")
-
-
-# ---- Warnings -----------------------------------------------------------------------------------
-
-
-def warnings_of(text, word):
-    return [line for line in text.splitlines() if line.startswith("warning") and word in line]
-
-
-def test_ten_steps_with_nothing_to_compare_are_warned_of(made, capsys, tmp_path):
-    made = [*made, "--prompts-per-step", 1, "--group-size", 2, "--max-new-tokens", 1]
-    turns = []
-    def flat_reward(completions, **columns):
-        turns.append(1)
-        return [float(row and len(turns) == graded) for row, _ in enumerate(completions)]
-    rewards.TASKS["made"].rewards = [flat_reward]
-    for steps, graded_step, wanted in ((9, 0, 0), (10, 0, 1), (25, 0, 2), (18, 9, 0)):
-        graded = graded_step  # in this step alone there is something to compare
-        turns.clear()
-        call(*made, "--steps", steps, "--out", tmp_path / f"{steps}")
-        found = warnings_of(capsys.readouterr().out, "nothing to compare")
-        assert len(found) == wanted, steps
-        assert all("--temperature" in line and "--reward" in line for line in found)
-
-
-@pytest.mark.parametrize("cut, wanted", [(4, 0), (5, 3)])
-def test_more_than_half_truncated_is_warned_of_once_in_ten_steps(
-    cut, wanted, made, monkeypatch, capsys, tmp_path
-):
-    real = grpo.sample
-    def sample(*args, **settings):
-        rollout = real(*args, **settings)
-        rollout.truncated = torch.arange(8) < cut
-        return rollout
-    monkeypatch.setattr(grpo, "sample", sample)
-    call(*made, "--steps", 22, "--out", tmp_path / "run")  # in steps 1, 11 and 21
-    found = warnings_of(capsys.readouterr().out, "--max-new-tokens")
-    assert len(found) == wanted
-    assert [row["truncated"] for row in metrics_of(tmp_path / "run")] == [cut / 8] * 22
-
-
-# ---- Overlong filtering -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", [
-    [], *(["--aggregate", name] for name in ("mean", "token", "constant")),
-    ["--clip-eps", 0.2, "--inner-epochs", 1], ["--micro-batch", 1, "--aggregate", "token"],
-    ["--surrogate", "gspo", "--clip-eps", 0.2, "--inner-epochs", 1, "--micro-batch", 3],
-    ["--kl-coef", 0.5]], ids=lambda flags: " ".join(map(str, flags)) or "sum")
-def test_mask_truncated_takes_the_loss_and_leaves_statistics_and_denominator(
-    flags, make_task, monkeypatch, tmp_path
-):
-    # Rows of 2, 4 (cut), 3 and 4 tokens (the last ends with an EOS); rewards 0, 3, 1, 0.
-    lengths, cut, points, T = [2, 4, 3, 4], 1, [0.0, 3.0, 1.0, 0.0], 4
-    make_task(lambda completions, **_: points)
-    source = save_small(tmp_path / "m")
-    prompt, completions = [5, 6, 7], torch.arange(30, 46).view(4, T)
-    input_ids = torch.cat([torch.tensor([prompt] * 4), completions], 1)
-    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
-    attention = torch.cat([torch.ones(4, 3, dtype=torch.long), mask.long()], 1)
-    truncated = torch.arange(4) == cut
-    monkeypatch.setattr(grpo, "sample", lambda *_, **__: grpo.Rollout(
-        input_ids, attention, mask, ["a", "b", "c", "d"], truncated))
-    flags = ["--task", "made", "--model", source, "--steps", 1, "--group-size", 4,
-             "--max-new-tokens", T, *flags]
-    call(*flags, "--mask-truncated", "--out", tmp_path / "run")
-    (row,) = metrics_of(tmp_path / "run")
-    r = torch.tensor(points)
-    A = (r - r.mean()) / (r.std() + 1e-4)  # of all four, the truncated one, too
-    assert [s["advantage"] for s in samples_of(tmp_path / "run")] == pytest.approx(A.tolist())
-    model = small_model()
-    logps = model(input_ids).logits[:, 2:-1].log_softmax(2)
-    logps = logps.gather(2, completions[..., None])[..., 0]
-    n = torch.tensor(lengths)
-    kept = mask & ~truncated[:, None]
-    sums = (logps * kept).sum(1)
-    ratios = {"sequence": (sums - sums.detach()).exp(),
-              "gspo": ((sums - sums.detach()) / n).exp()}
-    if "gspo" in flags or "--clip-eps" in flags:
-        ratio = ratios["gspo" if "gspo" in flags else "sequence"]
-        loss = -(A * ratio * ~truncated).sum() / 4
+    task, out = rewards.TASKS["made"], tmp_path / "run"
+    if failure is not_finite:
+        made += ["--inner-epochs", 2]  # the second fails, after the first moved the weights
+        monkeypatch.setattr(grpo, "policy_loss", once(2 * step, grpo.policy_loss, failure))
     else:
-        aggregate = next((f for f in flags if f in ("mean", "token", "constant")), "sum")
-        by = {"sum": 4, "mean": 4 * n, "token": sum(lengths), "constant": 4 * T}[aggregate]
-        loss = -(A * sums / by).sum()
-    loss.backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert row["reward"] == 1 and row["truncated"] == 0.25 and row["length"] == 13 / 4
-    call(*flags, "--out", tmp_path / "unmasked")  # without the flag the cut row pulls, too
-    assert metrics_of(tmp_path / "unmasked")[0]["grad_norm"] != pytest.approx(norm.item(), rel=1e-2)
-
-
-def test_a_step_whose_completions_were_all_cut_moves_nothing(made, tmp_path, monkeypatch):
-    real = grpo.sample
-    def sample(*args, **settings):
-        rollout = real(*args, **settings)
-        rollout.truncated = torch.ones_like(rollout.truncated)
-        return rollout
-    monkeypatch.setattr(grpo, "sample", sample)
-    call(*made, "--steps", 2, "--mask-truncated", "--kl-coef", 0.1, "--out", tmp_path / "run")
-    assert same_weights(made[3], tmp_path / "run" / "checkpoint")
-    assert [row["loss"] for row in metrics_of(tmp_path / "run")] == [None, None]
-
-
-# ---- The rows that an update is made of, and their padding --------------------------------------
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """What a run does: the prompts and rollouts of its samples, made ragged, the shapes of its
-    forwards, what `generate` is called with, and its gradients before they are clipped."""
-    seen = SimpleNamespace(prompts=[], rollouts=[], forwards=[], generated=[], gradients=[])
-    sample, token_logps, clip = grpo.sample, grpo.token_logps, grpo.clip_grad_norm_
-    generate = transformers.Qwen3ForCausalLM.generate
-
-    def ragged(model, tokenizer, prompts, *rest):
-        rollout = sample(model, tokenizer, prompts, *rest)
-        B, T = rollout.mask.shape
-        rows = torch.arange(B)
-        lengths = 1 + (5 * rows + 2) % T  # T rows have 1 to T, each once: 5 divides no T here
-        rollout.mask = torch.arange(T) < lengths[:, None]
-        rollout.attention_mask[:, -T:] = rollout.mask
-        rollout.input_ids[rows, lengths - T - 1] = EOS_ID
-        rollout.truncated = torch.zeros(B, dtype=torch.bool)
-        seen.prompts.append(prompts)
-        seen.rollouts.append(rollout)
-        return rollout
-
-    def scored(model, input_ids, attention_mask, T, *rest):
-        seen.forwards.append((torch.is_grad_enabled(), input_ids.shape[1] - T, attention_mask))
-        return token_logps(model, input_ids, attention_mask, T, *rest)
-
-    def generated(model, ids, **settings):
-        seen.generated.append(len(ids))
-        return generate(model, ids, **settings)
-
-    def clipped(parameters, *rest):
-        parameters = list(parameters)
-        seen.gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
-        return clip(parameters, *rest)
-
-    monkeypatch.setattr(grpo, "sample", ragged)
-    monkeypatch.setattr(grpo, "token_logps", scored)
-    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "generate", generated)
-    monkeypatch.setattr(grpo, "clip_grad_norm_", clipped)
-    return seen
-
-
-def full_update(rollout, rows, A, aggregate):
-    """(loss, gradient) of -A l on these rows of a rollout, at full width, by Transformers alone."""
-    ids, attention, mask = (
-        x[rows] for x in (rollout.input_ids, rollout.attention_mask, rollout.mask))
-    model, T = small_model(), mask.shape[1]
-    logits = model(input_ids=ids, attention_mask=attention,
-                   position_ids=(attention.cumsum(1) - 1).clamp(min=0)).logits[:, -T - 1:-1]
-    logps = logits.log_softmax(2).gather(2, ids[:, -T:, None])[..., 0]
-    loss = -(A[:, None] * logps * torch.tensor(shares(mask.numpy(), aggregate))).sum()
-    return loss.item(), parameter_gradients(model, loss)
-
-
-@pytest.mark.parametrize("size", [1, 3, 5, None])
-def test_a_micro_batch_is_as_wide_as_its_longest_prompt_and_completion(
-    size, made, seen, tmp_path
-):
-    call(*made, "--prompts-per-step", 3, "--max-new-tokens", 12, "--steps", 1, "--kl-coef", 0.1,
-         *(["--micro-batch", size] if size else []), "--out", tmp_path / "run")
-    (rollout,), T = seen.rollouts, 12
-    prompts = rollout.attention_mask[:, :-T].sum(1).tolist()
-    assert len(set(prompts)) == 3 and sorted(rollout.mask.sum(1).tolist()) == list(range(1, 13))
-    # Sorted by completion length: the parts that fit the fewest columns.
-    rows = sorted(zip(rollout.mask.sum(1).tolist(), prompts))
-    parts = [rows[i:i + (size or 12)] for i in range(0, 12, size or 12)]
-    wanted = [(max(p for _, p in part), max(c for c, _ in part), part) for part in parts]
-    for gradient in False, True:  # the reference's pass and the policy's
-        shapes = [(prompt, mask.shape[1] - prompt,
-                   [(row[prompt:].sum().item(), row[:prompt].sum().item()) for row in mask])
-                  for grad, prompt, mask in seen.forwards if grad == gradient]
-        assert shapes == wanted
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_micro_batches_of_prompts_and_completions_of_all_lengths_change_nothing(
-    aggregate, made, seen, tmp_path
-):
-    rows = []
-    for size in (1, 3, 12):
-        call(*made, "--prompts-per-step", 3, "--max-new-tokens", 12, "--steps", 1,
-             "--surrogate", "token", "--clip-eps", 0.2, "--aggregate", aggregate,
-             "--kl-coef", 0.1, "--lr", 1e-2, "--micro-batch", size, "--out", tmp_path / str(size))
-        rows += metrics_of(tmp_path / str(size))
-    assert rows[0]["kl"] > 1e-3  # of the second pass
-    for name in ("loss", "kl", "grad_norm", "entropy", "ratio_mean"):
-        values = [row[name] for row in rows]
-        assert values == pytest.approx([values[0]] * 3, rel=1e-4), name
-    for gradient in seen.gradients[2::2]:  # of the first passes
-        assert (gradient - seen.gradients[0]).norm() < 1e-6 * gradient.norm()
-
-
-@pytest.mark.parametrize("size", [1, 3, None])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_the_gradient_is_that_of_all_rows_though_those_without_advantage_are_not_scored(
-    aggregate, size, made, seen, tmp_path
-):
-    rewards.TASKS["made"].rewards = [  # the second group is flat, the third's means have none
-        lambda completions, **_: [0, 1, 1, 3, 0.1, 0.1, 0.1, 0.1, 2, 1, 0, 1]]
-    call(*made, "--prompts-per-step", 3, "--max-new-tokens", MAX_LEN, "--steps", 1,
-         "--advantage", "none", "--aggregate", aggregate,
-         *(["--micro-batch", size] if size else []), "--out", tmp_path / "run")
-    assert sum(len(mask) for _, _, mask in seen.forwards) == 6
-    A = torch.tensor([-1.25, -0.25, -0.25, 1.75, 0, 0, 0, 0, 1, 0, -1, 0])
-    (rollout,), (gradient,), (row,) = seen.rollouts, seen.gradients, metrics_of(tmp_path / "run")
-    loss, expected = full_update(rollout, range(12), A, aggregate)
-    assert row["loss"] == pytest.approx(loss, rel=1e-5)
-    assert (gradient - expected).norm() < 1e-6 * expected.norm()
-    # As by policy_loss of all rows.
-    model = small_model()
-    logps, _ = grpo.token_logps(
-        model, rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1])
-    loss, _ = grpo.policy_loss(
-        logps, logps, A, rollout.mask, aggregate=aggregate, max_len=MAX_LEN)
-    assert (gradient - parameter_gradients(model, loss)).norm() < 1e-6 * expected.norm()
-
-
-# ---- Dynamic sampling ---------------------------------------------------------------------------
-
-
-def graded(groups, G=4):
-    """A reward with something to compare in these groups of a step alone."""
-    def graded_reward(completions, **_):
-        return [float(row % G + row // G) if row // G in groups else 0.1
-                for row, _ in enumerate(completions)]
-    return graded_reward
-
-
-FLAT_AND_KEPT = [  # P, N, the groups with signal of the P * (1 + N) sampled, those of the update
-    (2, 2, {1, 3, 4}, [1, 3]), (2, 2, {5}, [5]), (1, 1, {1}, [1]), (2, 1, {0, 1, 2, 3}, [0, 1]),
-    (2, 0, {1}, [0, 1])]
-
-
-@pytest.mark.parametrize("P, N, live, kept, aggregate", [
-    (*case, aggregate) for case in FLAT_AND_KEPT for aggregate in ("sum", "token")
-] + [(*FLAT_AND_KEPT[0], aggregate) for aggregate in ("mean", "constant", "sequence")])
-def test_dynamic_sampling_keeps_the_first_groups_with_signal_and_counts_their_rows_alone(
-    P, N, live, kept, aggregate, made, seen, tmp_path
-):
-    task, groups = rewards.TASKS["made"], P * (1 + N)
-    task.train[:] = [{"prompt": f"Say {'x' * i}."} for i in range(7)]
-    task.rewards = [graded(live)]
-    call(*made, "--steps", 1, "--max-new-tokens", MAX_LEN, "--prompts-per-step", P,
-         "--dynamic-sampling", N, "--out", tmp_path / "run",
-         *(["--surrogate", "sequence"] if aggregate == "sequence" else ["--aggregate", aggregate]))
-    (rollout,), (prompts,), (gradient,) = seen.rollouts, seen.prompts, seen.gradients
-    assert seen.generated == [groups * 4] and len(prompts) == groups  # in one call
-    (row,), samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
-    # The advantages of 0, 1, 2, 3 (and of those plus anything) by the definition.
-    a = (np.arange(4) - 1.5) / (np.arange(4).std(ddof=1) + 1e-4)
-    A = np.concatenate([a if group in live else 0 * a for group in range(groups)])
-    rows = [4 * group + i for group in kept for i in range(4)]
-    loss, expected = full_update(rollout, rows, torch.tensor(A[rows], dtype=torch.float32),
-                                 aggregate.replace("sequence", "sum"))
-    if aggregate == "sequence":  # of ratios that are 1: the gradient reinforces, the loss is 0
-        loss = 0
-    assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert (gradient - expected).norm() < 1e-5 * expected.norm()
-    assert row["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-5)
-    # Of all that was sampled, kept or not:
-    assert [s["prompt"] for s in samples] == [
-        e["prompt"] for e in task.batch(0, groups, 0) for _ in range(4)]
-    assert [s["reward"] for s in samples] == task.rewards[0](samples)
-    assert [s["advantage"] for s in samples] == pytest.approx(A)
-    assert row["reward"] == pytest.approx(mean(s["reward"] for s in samples))
-    assert row["flat_groups"] == pytest.approx(1 - len(live) / groups)
-    assert row["length"] == rollout.mask.sum().item() / len(samples)
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--kl-coef", 0.1], ["--aggregate", "token", "--minibatches", 3, "--inner-epochs", 2]],
-    ids=["plain", "kl", "minibatches"])
-def test_without_any_signal_dynamic_sampling_makes_no_step(flags, made, seen, tmp_path):
-    turns = []
-    def once_reward(completions, **_):
-        turns.append(1)
-        return [float(row and len(turns) == 1) for row, _ in enumerate(completions)]
-    rewards.TASKS["made"].rewards = [once_reward]
-    flags = [*made, "--dynamic-sampling", 1, *flags]
-    call(*flags, "--steps", 1, "--out", tmp_path / "one")  # fills Adam's momentum ...
-    assert not same_weights(made[3], tmp_path / "one" / "checkpoint")
-    turns.clear()
-    call(*flags, "--steps", 3, "--out", tmp_path / "three")  # ... which must not act afterwards
-    assert same_weights(tmp_path / "one" / "checkpoint", tmp_path / "three" / "checkpoint")
-    rows = metrics_of(tmp_path / "three")
-    assert [row["flat_groups"] for row in rows] == [0.75, 1, 1]
-    assert [row["loss"] is None for row in rows] == [False, True, True]
-    assert [row["reward"] for row in rows] == [15 / 16, 0, 0]
-
-
-def test_a_group_that_was_not_kept_gets_no_kl_term_and_no_forward(made, seen, tmp_path):
-    rewards.TASKS["made"].rewards = [graded({2})]
-    call(*made, "--steps", 1, "--dynamic-sampling", 1, "--kl-coef", 0.1, "--out", tmp_path / "run")
-    (rollout,) = seen.rollouts
-    kept = sorted(rollout.attention_mask[8:12].sum(1).tolist())
-    assert [(grad, sorted(mask.sum(1).tolist())) for grad, _, mask in seen.forwards] == [
-        (False, kept), (True, kept)]
-
-
-def test_fewer_kept_rows_than_minibatches_make_fewer_steps(made, seen, tmp_path):
-    rewards.TASKS["made"].rewards = [graded({3})]
-    call(*made, "--steps", 1, "--dynamic-sampling", 1, "--minibatches", 8,
-         "--out", tmp_path / "run")
-    assert len(seen.gradients) == 4  # of a row each
-    assert all(gradient.any() for gradient in seen.gradients)
-
-
-# ---- Advantages of the program ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale, flat", [("std", 2), ("none", 2), ("gdpo", 1)])
-def test_advantage_chooses_the_scale_and_flat_groups_counts_what_has_none(
-    scale, flat, made, tmp_path
-):
-    # Group 0 is flat in both rewards, group 1 in their weighted sum alone.
-    one = [0.1] * 4 + [1, 0, 0, 0] + [3, 0, 1, 0]
-    other = [0.7] * 4 + [0, 2, 2, 2] + [0, 5, 5, 50]
-    def one_reward(completions, **_):
-        return one
-    def other_reward(completions, **_):
-        return other
-    task = rewards.TASKS["made"]
-    task.rewards, task.weights = [one_reward, other_reward], [2, 1]
-    call(*made, "--prompts-per-step", 3, "--steps", 1, "--advantage", scale, "--out",
-         tmp_path / "run")
-    table = np.array([one, other]).T.reshape(3, 4, 2)
-    total = table @ [2, 1]
-    centred = total - total.mean(1, keepdims=True)
-    expected = {"std": centred / (total.std(1, ddof=1, keepdims=True) + 1e-4), "none": centred,
-                "gdpo": by_gdpo(table, [2, 1])}[scale].flatten()
-    ours = np.array([s["advantage"] for s in samples_of(tmp_path / "run")])
-    assert ours == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert (ours[:4] == 0).all() and (ours[4:8] == 0).all() == (scale != "gdpo")
-    (row,) = metrics_of(tmp_path / "run")
-    assert row["flat_groups"] == pytest.approx(flat / 3)
-    assert row["reward"] == pytest.approx(total.mean())  # the weighted sum, whatever the scale
-
-
-# ---- The papers' variants, from the command line ------------------------------------------------
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """In float64 numpy, what each pass over a rollout gave to policy_loss."""
-    seen, real = [], grpo.policy_loss
-    def kept(logps, old_logps, advantages, mask, *rest, **settings):
-        new, old, A = (x.detach().double().numpy() for x in (logps, old_logps, advantages))
-        seen.append((new, old, A[:, None], mask.numpy()))
-        return real(logps, old_logps, advantages, mask, *rest, **settings)
-    monkeypatch.setattr(grpo, "policy_loss", kept)
-    return seen
-
-
-@pytest.fixture
-def variant(warm, make_task, tmp_path, passes):
-    """Runs one step of 8 completions of 12 tokens each at most; -> its metrics."""
-    make_task(ranked_reward)
-    def variant(flags):
-        call("--task", "made", "--model", warm, "--steps", 1, "--max-new-tokens", 12,
-             *flags.split(), "--out", tmp_path / "run")
-        (row,) = metrics_of(tmp_path / "run")
-        return row
-    variant.out = tmp_path / "run"
-    return variant
-
-
-def ppo(ratio, A, low, high):
-    """PPO's terms -min(r A, clip(r) A), and where the clip took the gradient."""
-    terms = -np.minimum(ratio * A, ratio.clip(1 - low, 1 + high) * A)
-    return terms, ((A > 0) & (ratio > 1 + high)) | ((A < 0) & (ratio < 1 - low))
-
-
-def test_dr_grpo(variant, passes):
-    row = variant("--advantage none --aggregate constant")
-    r = np.array(ranked_reward("12345678"))
-    ((new, _, A, mask),) = passes
-    assert [s["advantage"] for s in samples_of(variant.out)] == pytest.approx(r - r.mean())
-    assert sorted(A[:, 0]) == pytest.approx(sorted(r - r.mean()))
-    assert not mask.all()  # the constant is not the number of tokens
-    assert row["loss"] == pytest.approx(-(A * new)[mask].sum() / (8 * 12), rel=1e-4)
-
-
-def test_dapo(variant, passes, monkeypatch):
-    rollouts, sample = [], grpo.sample
-    def kept(*args):
-        rollouts.append(sample(*args))
-        return rollouts[-1]
-    monkeypatch.setattr(grpo, "sample", kept)
-    rewards.TASKS["made"].rewards = [graded({1}, G=8)]  # the first of two groups is flat
-    row = variant("--surrogate token --aggregate token --clip-eps 0.2 0.28 --lr 5e-3"
-                  " --dynamic-sampling 1 --mask-truncated --max-new-tokens 6")
-    (rollout,), cut = rollouts, rollouts[0].truncated[8:]
-    assert len(rollout.texts) == 16 and 0 < cut.sum() < 8
-    tokens = rollout.mask[8:].sum().item()  # all of the group's, those of the truncated, too
-    losses, clipped = [], []
-    for new, old, A, mask in passes:
-        terms, stopped = ppo(np.exp(new - old), A, 0.2, 0.28)
-        assert mask.sum() == rollout.mask[8:][~cut].sum().item() < tokens
-        losses.append(terms[mask].sum() / tokens)
-        clipped.append(stopped[mask])
-    assert len(passes) == 2 and not clipped[0].any() and 0 < clipped[1].mean() < 1
-    assert row["loss"] == pytest.approx(mean(losses), rel=1e-4)
-    assert row["clip_frac"] == pytest.approx(np.concatenate(clipped).mean(), rel=1e-6)
-    assert row["flat_groups"] == 0.5
-
-
-def test_gspo(variant, passes):
-    row = variant("--surrogate gspo --clip-eps 3e-4 4e-4 --inner-epochs 3 --lr 1e-5")
-    losses, clipped = [], []
-    for new, old, A, mask in passes:
-        ratio = np.exp(((new - old) * mask).sum(1) / mask.sum(1))
-        terms, stopped = ppo(ratio, A[:, 0], 3e-4, 4e-4)
-        losses.append(terms.sum() / 8)  # those without advantage, left out, count
-        clipped.append(stopped)
-    assert len(passes) == 3 and not clipped[0].any()
-    assert 0 < np.concatenate(clipped).mean() < 1
-    assert row["loss"] == pytest.approx(mean(losses), rel=1e-3, abs=1e-6)
-    assert row["clip_frac"] == pytest.approx(np.concatenate(clipped).mean(), rel=1e-6)
-
-
-def test_cispo(variant, passes):
-    row = variant("--surrogate cispo --clip-eps 4 --lr 3e-2")
-    losses, capped = [], []
-    for new, old, A, mask in passes:
-        ratio = np.exp(new - old)
-        losses.append(-(np.minimum(ratio, 5) * A * new)[mask].sum() / 8)
-        capped.append((ratio > 5)[mask])  # whatever the sign of A
-    assert len(passes) == 2 and not capped[0].any() and 0 < capped[1].mean() < 1
-    assert row["loss"] == pytest.approx(mean(losses), rel=1e-4)
-    assert row["clip_frac"] == pytest.approx(np.concatenate(capped).mean(), rel=1e-6)
-
-
-def test_gdpo(variant, passes, monkeypatch):
-    def large_reward(completions, **_):
-        return [1e4 * (row % 3) for row, _ in enumerate(completions)]
-    monkeypatch.setitem(rewards.REWARDS, "large", large_reward)
-    monkeypatch.setitem(rewards.REWARDS, "parity", lambda completions, **_: [
-        float(row % 2) for row, _ in enumerate(completions)])
-    rewards.REWARDS["parity"].__name__ = "parity"
-    row = variant("--advantage gdpo --reward large parity --prompts-per-step 2")
-    samples = samples_of(variant.out)
-    A = by_gdpo(np.array([s["rewards"] for s in samples]).reshape(2, 8, 2), [1, 1]).flatten()
-    assert [s["advantage"] for s in samples] == pytest.approx(A, rel=1e-5)
-    assert A[3] - A[0] > 0.5  # equal in the large reward: in GRPO's sum 1e-4 apart
-    assert row["advantage_std"] == pytest.approx(1, abs=1e-3)  # normalised over all
-    ((new, _, A, mask),) = passes
-    assert row["loss"] == pytest.approx(-(A * new)[mask].sum() / 16, rel=1e-4, abs=1e-5)
-
-
-def test_deepseek_v3_2(variant, passes):
-    rewards.TASKS["made"].rewards = [graded({0}, G=8)]
-    row = variant("--kl weighted --kl-coef 0.01 --off-policy-mask 0.1 --lr 1.2e-4"
-                  " --surrogate token --aggregate mean --clip-eps 0.2 --temperature 2")
-    losses, kls, dropped = [], [], []
-    for new, old, A, mask in passes:
-        lengths, ratio = mask.sum(1, keepdims=True), np.exp(new - old)
-        drop = (A < 0) & (((old - new) * mask).sum(1, keepdims=True) / lengths > 0.1)
-        terms = np.where(drop, 0, ppo(ratio, A, 0.2, 0.2)[0])
-        d = old - new  # in the first step the reference is the policy that sampled
-        losses.append((terms * mask / lengths).sum() / 8)
-        kls.append((ratio * (np.exp(d) - d - 1) * mask / lengths).sum() / 8)  # of all rows
-        dropped.append(drop)
-    assert len(passes) == 2 and not dropped[0].any()
-    assert dropped[1].any() and ((A < 0) & ~drop).any()
-    assert row["kl"] == pytest.approx(mean(kls), rel=1e-3) and row["kl"] > 1e-3
-    assert row["loss"] == pytest.approx(mean(losses) + 0.01 * mean(kls), rel=1e-3, abs=1e-6)
-
-
-# ==== The arithmetic task =========================================================================
-
-
-def test_200_additions_are_held_out_from_training_and_from_the_demonstrations():
-    task, rng = rewards.TASKS["arithmetic"], random.Random(0)
-    held_out, trained = ({e["prompt"] for e in part} for part in (task.test, task.train))
-    assert len(held_out) == 200 and len(held_out | trained) == 90 * 90
-    shown = {task.demonstrations(rng)[0] for _ in range(20_000)}
-    assert len(shown) > 5000 and not shown & held_out
-    for example in task.train + task.test:
-        a, b = example["prompt"].removesuffix("=").split("+")
-        assert int(a) + int(b) == int(example["answer"])
-
-
-def test_the_demonstrations_work_out_a_fifth_and_guess_the_others_mostly_wrong():
-    rng, kinds, errors = random.Random(0), {"worked": 0, "hollow": 0, "guess": 0}, {}
-    for _ in range(20_000):
-        prompt, text = rewards.sum_demonstration(rng)
-        a, b = map(int, prompt.removesuffix("=").split("+"))
-        error = int(text.split("<answer>")[1].removesuffix("</answer>")) - a - b
-        if rewards.worked([text])[0]:
-            kinds["worked"] += 1
-            ones, tens = text.split("<think>")[1].split("</think>")[0].split(",")
-            for step in (ones, tens):  # every step written down is true
-                terms, total = step.split("=")
-                assert sum(map(int, terms.split("+"))) == int(total)
-            assert error == 0 and int(tens.split("=")[1] + ones[-1]) == a + b
-            continue
-        kinds["hollow" if text.startswith("<think></think>") else "guess"] += 1
-        slip = -10 if a % 10 + b % 10 > 9 else 10  # a carry forgotten, or one too many
-        errors[error == 0, error == slip] = errors.get((error == 0, error == slip), 0) + 1
-    assert kinds["worked"] / 20_000 == pytest.approx(0.2, abs=0.01)
-    assert kinds["hollow"] / 20_000 == pytest.approx(0.08, abs=0.01)
-    guesses = sum(errors.values())
-    assert errors[True, False] / guesses == pytest.approx(2 / 11, abs=0.02)  # right
-    assert errors[False, True] / guesses == pytest.approx(7 / 11, abs=0.02)  # one wrong value
-
-
-@pytest.mark.parametrize("text, thought", [
-    ("<think>2+3=5</think><answer>5</answer>", True), ("<think></think><answer>5</answer>", False),
-    ("<think> \n</think>5", False), ("<think>2+3", False), ("2+3</think>", False), ("", False),
-    ("</think>2<think>", False),
-])  # fmt: skip
-def test_worked_wants_something_between_the_think_tags(text, thought):
-    assert rewards.worked([text, [{"role": "assistant", "content": text}]]) == [thought] * 2
-
-
-def test_the_controls_pay_for_guesses_alone_and_by_chance():
-    worked, guess = "<think>2+3=5</think><answer>5</answer>", "<answer>5</answer>"
-    completions = [worked, guess, "<think></think>" + guess, "<answer>6</answer>"]
-    assert rewards.guess_only_reward(completions, ["5"] * 4) == [0, 1, 1, 0]
-    random.seed(0)
-    coins = rewards.coin_reward([worked] * 2000)
-    assert set(coins) == {0.0, 1.0} and 900 < sum(coins) < 1100
-    random.seed(0)
-    assert rewards.coin_reward([worked] * 2000) == coins  # so a resumed run tosses the same
-
-
-def test_the_arithmetic_task_evaluates_and_logs_the_worked_fraction(warm, tmp_path, monkeypatch):
-    task = rewards.TASKS["arithmetic"]
-    monkeypatch.setattr(task, "test", task.test[:8])
-    call("--task", "arithmetic", "--model", warm, "--steps", 1, "--eval-every", 1, "--out",
-         tmp_path / "run")
-    before, step = metrics_of(tmp_path / "run")
-    assert before == {"step": 0, "eval_accuracy": 0.0} and step["eval_accuracy"] == 0.0
-    assert step["think"] == 0.0 and step["lr"] == 1e-4
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    assert len({sample["prompt"] for sample in samples}) == 4 and len(samples) == 32
+        task.rewards = [once(step, ranked_reward, failure)]
+    with pytest.raises(SystemExit if said else rewards.RewardError) as stopped:
+        call(*made, "--steps", 4, "--save-every", 1, "--out", out)
+    if said:  # a string: Python prints it and exits with 1
+        assert re.fullmatch(f"grpo.py: step {step}: {said}", stopped.value.code)
+    else:  # a bug keeps its traceback
+        assert isinstance(stopped.value.__cause__, KeyError)
+    call(*made, "--steps", 4, "--out", tmp_path / "four")
+    if step == 1:  # a folder in which no step was made does not hold a run
+        call(*made, "--steps", 4, "--out", out)
+    else:
+        assert torch.load(out / "checkpoint" / "trainer.pt")["step"] == 2
+        call("--resume", out)
+    assert same_run(tmp_path / "four", out)
