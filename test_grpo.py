@@ -2209,6 +2209,40 @@ def test_the_readme_example_of_another_task_runs(small, tmp_path):
     assert "reward/brief" in metrics_of(tmp_path / "run")[-1]
 
 
+def with_hunks(source, diff):
+    """The source with a README diff applied; each of its places must be there once."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if line[0] in " -")
+        new = "\n".join(line[1:] for line in lines if line[0] in " +")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+HACKS = {  # what begins the first line that a diff adds, and flags beside those of every run
+    "        optimizer.param": [], "    from peft": [], '         "dual"': [
+        "--surrogate", "dual", "--clip-eps", 0.2, "--inner-epochs", 2],
+    "    rows": [], "    nucleus": ["--top-p", 0.9, "--kl-coef", 0.1, "--kl", "k1"]}
+
+
+@pytest.mark.parametrize("begins", HACKS)
+def test_the_readmes_hacks_apply_and_run(begins, small, tmp_path):
+    if "peft" in begins:
+        pytest.importorskip("peft")
+    readme = (PROGRAM.parent / "README.md").read_text()
+    (diff,) = (d for d in re.findall(r"```diff\n(.*?)```", readme, re.S)
+               if re.search(r"^\+(.*)", d, re.M)[1].startswith(begins))
+    (tmp_path / "grpo.py").write_text(with_hunks(PROGRAM.read_text(), diff))
+    shutil.copy(PROGRAM.with_name("rewards.py"), tmp_path)
+    flags = ["--task", "arithmetic", "--model", small, "--reward", "coin", "--steps", 2,
+             "--max-new-tokens", 6, "--out", "run", *HACKS[begins]]
+    done = subprocess.run(
+        [sys.executable, "grpo.py", *map(str, flags)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics_of(tmp_path / "run")) == 2
+
+
 # ==== 13. Models and prompts =====================================================================
 # A model is trained as it was saved, or refused; a prompt reaches it as it was trained to read it.
 
