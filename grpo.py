@@ -111,8 +111,8 @@ def group_advantages(rewards: Tensor, scale="std", eps=1e-4, size=None) -> Tenso
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
     "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 where a group's rewards differ by at most 16 float32 ulps of their size (where they
-    are sums, of the size (P, G) of what was added): Adam would make a full step of rounding."""
+    Exactly 0 where a group's rewards differ by rounding alone, at most 16 float32 ulps of |r|, or
+    of `size` (P, G), the |parts| where r is a sum: Adam would make a full step of it."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -128,8 +128,8 @@ def group_advantages(rewards: Tensor, scale="std", eps=1e-4, size=None) -> Tenso
 
 def gdpo_advantages(rewards: Tensor, weights, eps=1e-4) -> Tensor:
     """GDPO: each of K rewards is normalised in its group before they are added, so that none drowns
-    the others. rewards (P, G, K) -> (P, G): x = sum of weights[k] * A_k, then (x - mean) / (std +
-    eps) over all P*G; flat groups stay 0. A reward that is NaN does not apply to its row."""
+    the others. rewards (P, G, K) -> (P, G): x = sum of weights[k] * A_k, then x / (std + eps) over
+    all P*G (its mean is 0); flat groups stay 0. A reward that is NaN does not apply to its row."""
     parts = []
     for reward, weight in zip(rewards.double().unbind(2), weights, strict=True):
         mean = reward.nanmean(1, keepdim=True)
@@ -160,8 +160,8 @@ def token_logps(
 
 
 def rollout_logps(model, rollout: Rollout, rows, temperature) -> tuple[Tensor, ...]:
-    """token_logps of these rows of a rollout, both (len(rows), T). Columns that none of them needs
-    are not computed, and 0; a mask may have holes (another sampler's tool outputs)."""
+    """token_logps of these rows of a rollout, both (len(rows), T), 0 after the last column that is
+    True in any of their masks. A mask may have holes (another sampler's tool outputs)."""
     ids, attention_mask = rollout.input_ids[rows], rollout.attention_mask[rows]
     T = rollout.mask.shape[1]
     width = int(rollout.mask[rows].any(0).nonzero().max()) + 1
@@ -173,8 +173,8 @@ def rollout_logps(model, rollout: Rollout, rows, temperature) -> tuple[Tensor, .
 
 # ==== 5. Update: the surrogate, its aggregation, the KL term ====================================
 
-TERMS = {"reinforce": "token", "sequence": "completion", "token": "token",  # what has a term of
-         "gspo": "completion", "cispo": "token", "kl": "token"}  # its own in each of the losses
+TERMS = {"reinforce": "token", "sequence": "completion", "token": "token",  # a loss has a term
+         "gspo": "completion", "cispo": "token", "kl": "token"}  # for each token, or completion
 
 
 def denominator(mask: Tensor, surrogate: str, aggregate: str, max_len=None):
@@ -298,14 +298,14 @@ def kl_loss(
     return aggregate_terms(terms, mask, aggregate, normalizer)
 
 
-# ==== 6. One step: sample, reward, compare, score, update =======================================
+# ==== 6. One step: sample, reward, compare, log-probabilities, update ===========================
 def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict], args) -> tuple:
     """One step on P examples, dicts with a "prompt": (metrics, samples) to log. reference: None
     without a KL term. args: the flags. FloatingPointError: a gradient that was not applied."""
-    P, G, T = len(examples), args.group_size, args.max_new_tokens
+    P, G, max_len = len(examples), args.group_size, args.max_new_tokens
     started = time.perf_counter()
     prompts = [encode_prompt(tokenizer, example["prompt"], args) for example in examples]
-    rollout = sample(model, tokenizer, prompts, G, T, args.temperature, args.top_p)
+    rollout = sample(model, tokenizer, prompts, G, max_len, args.temperature, args.top_p)
     mask = rollout.mask  # (B, T)
     sampled = time.perf_counter()
 
@@ -328,9 +328,9 @@ def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict]
     rows = ((advantages != 0) | (args.kl_coef > 0)).nonzero().flatten()
     rows = rows[mask[rows].sum(1).argsort()]  # like lengths together: little padding
     micro_batches = rows.split(args.micro_batch or P * G) if len(rows) else ()
-    normalizer = denominator(mask, args.surrogate, args.aggregate, T)
-    kl_normalizer = denominator(mask, "kl", args.aggregate, T)
-    # Log-probabilities before any update. A rollout that is used once brings its own.
+    normalizer = denominator(mask, args.surrogate, args.aggregate, max_len)
+    kl_normalizer = denominator(mask, "kl", args.aggregate, max_len)
+    # Log-probabilities before any update; with one pass they are the update's own, detached.
     old_logps, ref_logps = torch.zeros(2, *mask.shape, device=mask.device)  # (B, T)
     with torch.no_grad():
         for rows in micro_batches:
@@ -339,8 +339,8 @@ def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict]
             if reference:
                 ref_logps[rows], _ = rollout_logps(reference, rollout, rows, args.temperature)
 
-    # Update: inner_epochs passes over the rollout, an optimizer step for each. None without any
-    # loss: under Adam, momentum alone would move the weights.
+    # Update: inner_epochs passes over the rollout, an optimizer step for each. No pass where no
+    # row has a loss: under Adam, momentum alone would move the weights.
     seen = {"loss": [], "kl": [], "grad_norm": [], "ratio_mean": [], "clip_frac": [], "entropy": []}
     for _ in range(args.inner_epochs if micro_batches else 0):
         loss_sum = kl_sum = 0.0
@@ -466,8 +466,8 @@ def load_policy(source):
 
 @torch.no_grad()
 def check_sampler(model, tokenizer, prompt, max_new_tokens):
-    """ValueError where `generate`, beside padding, draws from another distribution than token_logps
-    scores row by row. (The tokenizer must stand the last id that could be drawn, too.)"""
+    """ValueError where `generate`, beside padding, computes other logits than token_logps scores
+    row by row. (The tokenizer must stand the last id that could be drawn, too.)"""
     tokenizer.decode([len(model.get_input_embeddings().weight) - 1])
     logits = []  # of each call of the model while it samples, (2, V)
     hook = model.register_forward_hook(lambda *call: logits.append(call[2].logits[:, -1].float()))
@@ -574,23 +574,23 @@ def train(args, task, model, tokenizer, stop, state):
 
 
 def make_parser():
-    def number(kind, low, high=1e300):  # an argparse type: from low to high, and not NaN
-        def parse(text):
+    def within(kind, low, high=1e300):  # an argparse type: from low to high, and not NaN
+        def number(text):
             if not low <= kind(text) <= high:
                 raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
             return kind(text)
-        return parse
+        return number
 
     parser = argparse.ArgumentParser(
         "grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False,
         description=__doc__.partition("Part I")[0],  # with two examples
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, positive = number(int, 1), number(float, 0)
+    count, positive = within(int, 1), within(float, 0)
     flag = parser.add_argument_group("task").add_argument
     flag("--task", choices=rewards.TASKS, default="format", help="of rewards.py (format)")
     flag("--data", help="file of JSON lines, each with a prompt")
     flag("--reward", nargs="+", choices=rewards.REWARDS, help="in place of the task's")
-    flag("--reward-weights", nargs="+", type=number(float, -1e9), help="(1 each)")
+    flag("--reward-weights", nargs="+", type=within(float, -1e9), help="(1 each)")
     flag("--eval-every", type=count, help="steps between greedy held-out accuracies (never)")
     flag("--eval-data", help="held-out JSON lines (the task's)")
     flag = parser.add_argument_group("model").add_argument
@@ -598,17 +598,17 @@ def make_parser():
     flag("--device", help="as torch names it (cuda where there is one, else cpu)")
     flag("--no-chat-template", action="store_true", help="prompts reach the model as written")
     flag = parser.add_argument_group("run").add_argument
-    flag("--steps", type=number(int, 0), default=200, help="0 only warm-starts (200)")
-    flag("--seed", type=number(int, 0), default=0, help="of all that is random (0)")
+    flag("--steps", type=within(int, 0), default=200, help="0 only warm-starts (200)")
+    flag("--seed", type=within(int, 0), default=0, help="of all that is random (0)")
     flag("--out", help="folder of the run (runs/TASK-TIME)")
     flag("--save-every", type=count, help="steps between checkpoints (one at the end)")
     flag("--resume", help="folder of a run; its config.json gives the flags")
     flag = parser.add_argument_group("sampling").add_argument
     flag("--prompts-per-step", type=count, help="each with a group (the task's)")
-    flag("--group-size", type=number(int, 2), default=8, help="G, completions of a prompt (8)")
+    flag("--group-size", type=within(int, 2), default=8, help="G, completions of a prompt (8)")
     flag("--max-new-tokens", type=count, help="of a completion (the task's)")
-    flag("--temperature", type=number(float, 1e-3), default=1.0, help="of samples and logps (1)")
-    flag("--top-p", type=number(float, 1e-6, 1), default=1.0, help="nucleus (1: all)")
+    flag("--temperature", type=within(float, 1e-3), default=1.0, help="of samples and logps (1)")
+    flag("--top-p", type=within(float, 1e-6, 1), default=1.0, help="nucleus (1: all)")
     flag = parser.add_argument_group("loss").add_argument
     flag("--advantage", choices=("std", "none", "gdpo"), default="std", help="its scale (std)")
     flag("--surrogate", choices=[x for x in TERMS if x != "kl"], help="(sequence with a clip)")
