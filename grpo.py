@@ -15,7 +15,7 @@ Departures from the two books (README: "Where the sources and the arithmetic par
   - The clip is PPO's min(r A, clip(r) A), on both sides; the second book's code clips above only.
   - With a clip a rollout is used twice (the first book's reuse); the second book samples anew.
   - Samples and log-probabilities are of one temperature; in the second book, of 0.8 and of 1.
-  - A step without signal or KL term is skipped: under Adam, momentum alone would move weights.
+  - An update without signal or KL term is skipped: under Adam, momentum alone would move weights.
   - A KL term (--kl-coef) is k3. The second book's, k1, has a gradient without the reference in it.
   - Weights are float32 (autocast to bf16 on CUDA): bf16 weights round most steps of 1e-5 away.
 Shapes: P prompts of L tokens, G completions each of T, B = P*G rows, V vocabulary, K rewards."""
@@ -67,7 +67,7 @@ def completion_mask(completion_ids: Tensor, eos_ids) -> Tensor:
 
 @contextlib.contextmanager
 def eval_mode(model):
-    """`sample` and `token_logps` see the same network: no dropout; on CUDA, bf16 autocast."""
+    """Sampling and training see the same network: no dropout; on CUDA, bf16 autocast."""
     training, device = model.training, model.device.type
     model.eval()
     try:
@@ -109,10 +109,10 @@ def sample(
 # ==== 2. Reward (rewards.score, in rewards.py) and 3. Compare: the group is its own baseline ====
 def group_advantages(rewards: Tensor, scale="std", eps=1e-4, size=None) -> Tensor:
     """How much better than its group each completion is: rewards (P, G) -> advantages (P, G).
-    "std":  (r - mean) / (std + eps), the std unbiased (the first book's code line; DeepSeekMath)
+    "std":  (r - mean) / (std + eps), the std unbiased (the first book's code; DeepSeekMath)
     "none": r - mean (Dr. GRPO)
-    Exactly 0 where a group's rewards differ by rounding alone, at most 16 float32 ulps of |r|, or
-    of `size` (P, G), the |parts| where r is a sum: Adam would make a full step of it."""
+    Exactly 0 where a group's rewards differ by rounding alone, at most 16 float32 ulps of the
+    largest |r|, or `size` (P, G), a sum's |parts|: Adam would make a full step of rounding."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be (P, G) with G at least 2, not {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # ints have no mean
@@ -144,7 +144,7 @@ def token_logps(
     model, input_ids: Tensor, attention_mask: Tensor, completion_len: int, temperature=1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probability l of each of the last completion_len tokens, and the entropy (nats) there.
-    l_t = z_t[token_t] - logsumexp(z_t), z = logits / temperature, that of the sampler. input_ids,
+    l_t = z_t[token_t] - logsumexp(z_t), z = logits / the sampler's temperature. input_ids,
     attention_mask (B, L+T), padded left -> both float32 (B, T); gradients flow through l alone."""
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     with eval_mode(model):
@@ -219,7 +219,7 @@ def policy_loss(
     "gspo"       completion  the same                          r = exp(mean(l - old)); GSPO
     "cispo"      token       -stop_gradient(min(r, 1+hi)) A l  r = exp(l - old); MiniMax-M1
     logps, old_logps, mask (B, T), advantages (B,). Tokens' terms are aggregated, completions' terms
-    averaged. weights: (B, T) importance weights; a completion takes their mean. Without either eps
+    averaged. weights: (B, T) importance weights; a completion takes their mean. With neither eps
     nothing is clipped (cispo: ValueError). Log-ratios are clamped to +-20: no infinity reaches a
     gradient. off_policy_mask D (DeepSeek-V3.2): completions with A < 0 and mean(old - l) > D give
     no loss. stats: the unclipped ratios; where the clip took the gradient (cispo: capped it)."""
@@ -273,7 +273,7 @@ def kl_loss(
     old_logps=None, max_len=None, normalizer=None,
 ) -> Tensor:
     """KL(policy || reference), estimated on the sampled tokens; the coefficient is the caller's.
-    With d = ref - l, aggregated like the policy loss: the term of a token, and its average gradient
+    With d = ref - l: the term of a token, always aggregated as tokens', and its average gradient
     "k1"        -d               0 on-policy; the reference is not in it; the second book's
     "k2"        d^2 / 2          that of KL(policy || reference), for one token
     "k3"        exp(d) - d - 1   that of KL(reference || policy); never negative; DeepSeekMath
@@ -313,7 +313,7 @@ def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict]
     asked = [example for example in examples for _ in range(G)]  # B of them, prompt-major
     ids = [row[keep].tolist() for row, keep in zip(rollout.input_ids[:, -mask.shape[1]:], mask)]
     scores = rewards.score(task.rewards, rollout.texts, asked, ids)
-    table = torch.tensor(np.array(scores, dtype=float))  # (K, B), NaN where one does not apply
+    table = torch.tensor(np.array(scores, dtype=float))  # (K, B), NaN (0 in the sum): not applied
     weights = torch.tensor(task.weights or [1.0] * len(table), dtype=torch.float64)
     reward = (weights @ table.nan_to_num()).view(P, G)
     if args.advantage == "gdpo":
@@ -333,32 +333,32 @@ def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict]
     # Log-probabilities before any update; with one pass they are the update's own, detached.
     old_logps, ref_logps = torch.zeros(2, *mask.shape, device=mask.device)  # (B, T)
     with torch.no_grad():
-        for rows in micro_batches:
+        for part in micro_batches:
             if args.inner_epochs > 1:
-                old_logps[rows], _ = rollout_logps(model, rollout, rows, args.temperature)
+                old_logps[part], _ = rollout_logps(model, rollout, part, args.temperature)
             if reference:
-                ref_logps[rows], _ = rollout_logps(reference, rollout, rows, args.temperature)
+                ref_logps[part], _ = rollout_logps(reference, rollout, part, args.temperature)
 
-    # Update: inner_epochs passes over the rollout, an optimizer step for each. No pass where no
-    # row has a loss: under Adam, momentum alone would move the weights.
+    # Update: inner_epochs passes over the rollout, an optimizer step for each. No pass where no row
+    # has a loss: under Adam, momentum alone would move the weights. seen: what metrics average.
     seen = {"loss": [], "kl": [], "grad_norm": [], "ratio_mean": [], "clip_frac": [], "entropy": []}
     for _ in range(args.inner_epochs if micro_batches else 0):
         loss_sum = kl_sum = 0.0
         optimizer.zero_grad()
-        for rows in micro_batches:
-            logps, entropy = rollout_logps(model, rollout, rows, args.temperature)
-            old = old_logps[rows] if args.inner_epochs > 1 else logps.detach()
+        for part in micro_batches:
+            logps, entropy = rollout_logps(model, rollout, part, args.temperature)
+            old = old_logps[part] if args.inner_epochs > 1 else logps.detach()
             loss, stats = policy_loss(
-                logps, old, advantages[rows], mask[rows], args.surrogate,
+                logps, old, advantages[part], mask[part], args.surrogate,
                 *(args.clip_eps or ()), aggregate=args.aggregate, normalizer=normalizer)
             if reference:
-                kl = kl_loss(logps, ref_logps[rows], mask[rows], args.kl, args.aggregate, old,
+                kl = kl_loss(logps, ref_logps[part], mask[part], args.kl, args.aggregate, old,
                              normalizer=kl_normalizer)
                 loss = loss + args.kl_coef * kl
                 kl_sum += kl.item()
             loss.backward()
             loss_sum += loss.item()
-            seen["entropy"] += entropy[mask[rows]].tolist()
+            seen["entropy"] += entropy[mask[part]].tolist()
             seen["ratio_mean"] += stats["ratios"].tolist()
             seen["clip_frac"] += stats["clipped"].tolist()
         grad_norm = clip_grad_norm_(model.parameters(), 1.0).item()
@@ -369,7 +369,7 @@ def grpo_step(model, reference, optimizer, tokenizer, task, examples: list[dict]
         seen["kl"] += [kl_sum] if reference else []
         seen["grad_norm"].append(grad_norm)
 
-    # Log. Statistics of the update cover all its passes, and are null where it had none.
+    # Log. Statistics of the update are of its rows with a loss, in all passes; null without any.
     ended = time.perf_counter()
     lengths = mask.sum(1).double()
     metrics = {
